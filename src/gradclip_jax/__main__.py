@@ -10,12 +10,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-
 from .diagnostics import plot_log, read_log
 from .monitoring._log import PATTERN
-from .monitoring._rows import Rows
-from .monitoring._summary import gradient_norms
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,31 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, re.error) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    # The first and the last incident of each streak, and the first NaN in it.
+    # The first and the last incident of each streak.
     found = monitor.incidents
     for i, incident in enumerate(found):
-        is_last = i + 1 == len(found) or found[i + 1].streak == 1
-        is_first_nan = i > 0 and "nan" in incident.kinds and "nan" not in found[i - 1].kinds
-        if incident.streak == 1 or is_last or is_first_nan:
+        if incident.streak == 1 or i + 1 == len(found) or found[i + 1].streak == 1:
             print(incident)
-    print("", monitor.summary(), _suggested_guard(monitor.rows), sep="\n")
+    print("", monitor.summary(), sep="\n")
     if importlib.util.find_spec("matplotlib"):
         path = f"{pathlib.Path(args.log).stem}_incidents.png"
         plot_log(monitor).savefig(path)
         print(f"plot: {path}")
     return 0
-
-
-def _suggested_guard(rows: Rows) -> str:
-    """Suggest a guard that skips only norms far above the usual ones."""
-    norms = gradient_norms(rows)[:, 0]
-    finite = norms[np.isfinite(norms)]
-    if not np.any(finite):
-        return "suggested guard: skip_nonfinite(optimizer)"
-    threshold = float(f"{3 * np.percentile(finite, 99):.2g}")
-    skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
-    guard = f"skip_large_norm(optimizer, {threshold:g})"
-    return f"suggested guard: {guard}, which would have skipped {skipped}"
 
 
 if __name__ == "__main__":

@@ -57,21 +57,15 @@ def read_lines(
 def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names]:
     """Convert lines to rows, with the units and taps of `names`, or with all if it is None."""
     table = _latest(lines)
-    keys = list(dict.fromkeys(key for line in table.values() for key in line))
-    taps = [x.removeprefix("taps/") for x in keys if x.startswith("taps/") and x.endswith("/rms")]
-    found = Names(
-        units=tuple(x.partition("/")[2] for x in keys if x.startswith("gradient_norm/")),
-        clips=tuple(x for x in keys if x.partition("/")[0] == "clip_factor"),
-        taps=tuple(x.removesuffix("/rms") for x in taps),
-    )
+    keys = dict.fromkeys(key for line in table.values() for key in line)
+    patterns = "gradient_norm/(.*)", "(clip_factor.*)", "taps/(.*)/rms"
+    found = Names(*(tuple(y[1] for x in keys if (y := re.fullmatch(p, x))) for p in patterns))
     names = names._replace(clips=found.clips) if names else found
     rows = Rows.zeros(len(table), names)
     rows.step[:] = list(table)
     columns = {key: (column, int(flags)) for key, column, flags in _columns(rows, names)}
     for i, line in enumerate(table.values()):
-        # In a line of `metrics`, this counter is 0 if the window of an accumulation is closed.
-        default = "held" if _number(line.get("mini_step")) else "applied"
-        words = str(line.get("outcome", default)).split()
+        words = str(line.get("outcome", "applied")).split()
         rows.outcome[i] = sum(flag for word, flag in _WORDS.items() if word in words)
         for key in line.keys() & columns.keys():
             value, (column, flags) = _number(line[key]), columns[key]

@@ -41,22 +41,24 @@ class Report(NamedTuple):
 
     Attributes:
         step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
-        incidents: Incidents in these rows, oldest first; each prints as a sentence.
         action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
-        reason: Reason of the action; may be empty.
+        reason: Reason of the action; empty for "continue" and "save".
         good_step: Index of the newest checkpoint that later rows confirmed, or None.
-        batch_ids: Batches to leave out after a rewind.
+        batch_ids: Batches to leave out, of this rewind and of all earlier ones.
+        num_rewinds: Number of rewinds in a row, including this one.
+        incidents: Incidents in these rows, oldest first; each prints as a sentence.
         rows: The rows since the last call.
         lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
             `watch`, or read more often.
     """
 
     step: int
-    incidents: list[Incident]
     action: str
     reason: str
     good_step: int | None
-    batch_ids: tuple[int, ...]
+    batch_ids: list[int]
+    num_rewinds: int
+    incidents: list[Incident]
     rows: Rows
     lost_rows: int
 
@@ -82,8 +84,6 @@ class Monitor:
         mask: As in `watch`.
         taps: As in `watch`.
         which: Index of the state of `watch`, if an optimizer has several. The outermost is 0.
-        quiet: Number of rows without an incident before a checkpoint is good.
-        max_rewinds: Number of rewinds after which the learning rate is lowered.
 
     Attributes:
         names: Names of units, clips and taps.
@@ -116,21 +116,16 @@ class Monitor:
         mask: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
-        quiet: int = 32,
-        max_rewinds: int = 3,
     ):
         self._log, self._which = log, which
         is_path = isinstance(log, (str, os.PathLike))
         lines = read_lines(log, prefix="") if is_path and os.path.exists(log) else []
         rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
-        self._totals, self._next_step = [_of_tree(rows)], _end(rows)
+        self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
+        self._totals, self.incidents = [rows.of_tree()], from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        self.incidents = from_lines(lines)
-        events = [x for x in lines if "rewind_to" in x or "action" in x]
-        self._policy = Policy(quiet=quiet, max_rewinds=max_rewinds, events=events)
-        self._policy.resume(self.rows, self.incidents)
-        none = rows.take(slice(0))
-        self.report = Report(self._next_step, [], *self._policy.update(none, []), none, 0)
+        decision = self._policy.update(self.rows, self._recent, rows.end)
+        self.report = Report(*decision, [], rows.take(slice(0)), 0)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -158,27 +153,29 @@ class Monitor:
         if names != self.names:  # the names of clips are in the state
             self._start(rows.take(slice(0)), names)
             self._totals = []
-        lines: list[dict[str, Any]] = []
-        if (step := self._rewound_to(rows)) is not None:
-            self._rewind(step)
+        lines, next_step = list[dict[str, Any]](), self.report.step
+        if (step := self._first_new(rows)) < next_step:
+            next_step = step
             lines.append({"step": step, "rewind_to": step})
-        rows = rows.take(rows.step >= self._next_step)
-        lost = int(rows.step[0]) - self._next_step if len(rows.step) else 0
-        incidents = self._detector.update(rows)
+            self._policy.rewound(step)
+            self._totals = [x.take(x.step < step) for x in self._totals]
+            self._start(self.rows.take(self.rows.step < step), names)
+        rows = rows.take(rows.step >= next_step)
+        incidents, last = self._detector.update(rows), self._policy.last
         self.incidents += incidents
-        self._totals.append(_of_tree(rows))
+        self._recent = [*self._recent, *incidents][-_KEPT:]
+        self._totals.append(rows.of_tree())
         self.rows = Rows.concatenate([self.rows, rows]).take(slice(-_KEPT, None))
-        self._next_step = max(_end(rows), self._next_step)
-        distances = abs(rows.step[:, None] - np.array([x.step for x in incidents]))
-        is_near = np.any(distances <= _AROUND, axis=1)
-        lines += to_lines(rows, self.names, is_near | (rows.step % _UNITS_EVERY == 0))
+        decision = self._policy.update(self.rows, self._recent, next_step, saved)
+        near = [x.step + i for x in incidents for i in range(-_AROUND, _AROUND + 1)]
+        with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
+        lines += to_lines(rows, self.names, with_units)
         lines += [x.to_dict() for x in incidents]
-        pending = self._policy.pending
-        decision = self._policy.update(rows, incidents, saved)
-        if self._policy.pending is not pending:
-            lines.append({"step": self._next_step, **decision._asdict()})
+        if self._policy.last is not last:
+            lines.append(decision._asdict())
         self._write(lines)
-        self.report = Report(self._next_step, incidents, *decision, rows, lost)
+        lost = int(min(rows.step, default=next_step)) - next_step
+        self.report = Report(*decision, incidents, rows, lost)
         return self.report
 
     def summary(self) -> str:
@@ -188,30 +185,22 @@ class Monitor:
         """
         return summarize(Rows.concatenate(self._totals), self.rows, self.names, self.incidents)
 
-    def _start(self, rows: Rows, names: Names) -> list[Incident]:
-        """Continue after these rows; return the incidents in them."""
+    def _start(self, rows: Rows, names: Names) -> None:
+        """Continue after these rows."""
         self.names, self.rows, self._detector = names, rows, Detector(names)
-        return self._detector.update(rows)
+        self._recent = self._detector.update(rows)
 
-    def _rewound_to(self, rows: Rows) -> int | None:
-        """Return the step from which the run was repeated with an earlier state, or None.
+    def _first_new(self, rows: Rows) -> int:
+        """Return the first step that was not read before, or that was repeated after a rewind.
 
         The state still holds rows that were read before. They differ if their steps were repeated;
         after a long way back, nothing is left to compare them with.
         """
-        steps, old, new = np.intersect1d(self.rows.step, rows.step, return_indices=True)
-        pairs = ((x.loss[:, None], x.norms[:, :, 0]) for x in (self.rows.take(old), rows.take(new)))
-        before, after = map(np.hstack, pairs)
+        steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
+        both = (x.take(place) for x, place in zip((self.rows, rows), places, strict=True))
+        before, after = (np.column_stack([x.loss, x.norms[:, :, 0]]) for x in both)
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
-        repeated = steps[~is_equal] if len(steps) else rows.step
-        first = int(min(repeated, default=_end(rows)))
-        return first if first < self._next_step else None
-
-    def _rewind(self, step: int) -> None:
-        self._policy.rewound(step)
-        self._next_step = step
-        self._totals = [x.take(x.step < step) for x in self._totals]
-        self._start(self.rows.take(self.rows.step < step), self.names)
+        return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
 
     def _write(self, lines: Sequence[dict[str, Any]]) -> None:
         if self._log is None or jax.process_index():
@@ -227,17 +216,6 @@ class Monitor:
                 # A process that was killed may have written half a line.
                 text = text if file.read() == b"\n" else "\n" + text
             file.write(text.encode())
-
-
-def _end(rows: Rows) -> int:
-    """Return the index of the next row."""
-    return int(rows.step[-1]) + 1 if len(rows.step) else 0
-
-
-def _of_tree(rows: Rows) -> Rows:
-    """Return a copy of the rows without units and taps."""
-    norms, nonfinite, taps = rows.norms[..., :1], rows.nonfinite[:, :1], rows.taps[:, :0]
-    return rows._replace(norms=norms.copy(), nonfinite=nonfinite.copy(), taps=taps.copy())
 
 
 @public
@@ -307,6 +285,6 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
         hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."
         raise value_error("log", "a log with a loss or a gradient norm", shortened(log), hint)
     monitor = Monitor(())
-    found = monitor._start(rows, names)
-    monitor.incidents, monitor._totals = from_lines(lines) or found, [rows]
+    monitor._start(rows, names)
+    monitor.incidents, monitor._totals = from_lines(lines) or monitor._recent, [rows]
     return monitor

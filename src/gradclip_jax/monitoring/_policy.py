@@ -1,23 +1,19 @@
 """Recovery: when to save, rewind, lower the learning rate, or stop.
 
-The policy is a state machine over rows and incidents, without files. docs/recovery.md defines its
-terms and says what each action needs. With n rewinds so far, its transitions are:
+The policy compares the last rows and incidents, without files. docs/recovery.md defines its terms
+and says what each action needs. With n rewinds so far, its transitions are:
 
 | state | event | next state, action |
 | --- | --- | --- |
-| running | `saved` has a new index | waiting |
-| waiting | a suspicious row | waiting; its 32 rows start again |
-| waiting | 32 rows that are not suspicious | running; the candidate is good |
-| running, waiting | evidence for a rewind, n < 3 | rewinding, `rewind`; n + 1 |
-| running, waiting | the same, n = 3 | rewinding, `lower`; n + 1 |
-| running, waiting | the same, n = 4 | stopped, `stop` |
-| running, waiting | 1,000 steps after the last evidence for a rewind | n = 0 |
-| running, waiting | rows that start at an earlier step | evidence of superseded rows is dropped |
-| rewinding | rows that go on | the same action again |
-| rewinding | rows that start at `good_step` | running; later checkpoints count only after |
+| running | evidence for a rewind, n < 3 | pending, `rewind`; n + 1 |
+| running | the same, n = 3 | pending, `lower`; n + 1 |
+| running | the same, n = 4 | pending, `stop` |
+| running | a reason to stop | pending, `stop` |
+| running | 1,000 steps after the last evidence for a rewind | n = 0 |
+| running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
+| pending | rows that go on | the same action again |
+| any | rows that start at an earlier step | running; later checkpoints count only after |
 | | | `saved` has once not listed them |
-| running, waiting | a reason to stop | stopped, `stop` |
-| stopped | anything | stopped, `stop` with the same reason |
 """
 
 import json
@@ -27,8 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._types import HostArray
 from ._incident import Incident
 from ._rows import Outcome, Rows
+
+QUIET = 32
+"""Rows without an incident before a save is proposed, and after a checkpoint before it is good."""
 
 BAD_ROWS, GAP = 3, 8
 """A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
@@ -37,91 +37,43 @@ LONG = 32
 """Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
 the number of consecutive skipped steps that lead to one."""
 
-EARLY, EARLY_RATIO = 16, 10.0
-"""Incidents need this number of rows. In the first ones, a loss above `EARLY_RATIO` times all
-earlier losses is an outlier."""
+EARLY, EARLY_RATIO = 64, 10.0
+"""In the first steps of a run, a loss above `EARLY_RATIO` times the first one is an outlier."""
 
-FORGET = 1000
-"""Rows without evidence for a rewind after which earlier rewinds no longer count."""
+MAX_REWINDS, FORGET = 3, 1000
+"""Number of rewinds after which the learning rate is lowered, and of steps without evidence for
+another after which they no longer count."""
 
-WINDOWS, FEWEST_CALLS = 8, 1000
-"""A window never closes if it has `WINDOWS` times as many calls as the longest window so far, and
-more than `FEWEST_CALLS`."""
+LONGEST_WINDOW = 1000
+"""A window of an accumulation with more calls never closes."""
 
 
 class Decision(NamedTuple):
-    """What to do after a read of the monitor; see docs/recovery.md.
+    """What to do after a read of the monitor; `Report` describes these fields."""
 
-    Attributes:
-        action: "continue", "save", "rewind", "lower" or "stop".
-        reason: A sentence; empty for "continue" and "save".
-        good_step: Index of the newest checkpoint that later rows have confirmed, or None.
-        batch_ids: Batches to leave out, of this rewind and of all earlier ones.
-    """
-
+    step: int
     action: str
     reason: str
     good_step: int | None
-    batch_ids: tuple[int, ...]
-
-
-class Step(NamedTuple):
-    """The facts of one row that the policy reads.
-
-    Attributes:
-        step: Index of the row.
-        flags: Outcome of the step.
-        loss: Loss, or 0.
-        batch_id: Batch of the row, or None.
-        device: Index of the device that differs.
-        is_suspicious: Whether the row has an incident.
-        is_bad: Whether the step was applied and its loss is an outlier; without a loss, its norms.
-        is_fatal: Whether the parameters are non-finite before or after the step.
-    """
-
-    step: int
-    flags: Outcome
-    loss: float
-    batch_id: int | None
-    device: int
-    is_suspicious: bool
-    is_bad: bool
-    is_fatal: bool
+    batch_ids: list[int]
+    num_rewinds: int
 
 
 class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
     Args:
-        quiet: Number of rows without an incident before a save is proposed, and after a checkpoint
-            before it is good.
-        max_rewinds: Number of rewinds after which the learning rate is lowered. Rewinds are
-            forgotten after 1,000 rows without evidence for another.
-        events: Decisions and rewinds in the log of a run that continues, in their order: dicts with
-            "step" and the fields of `Decision`, or with "rewind_to".
+        events: Lines of the log of a run that continues: its decisions, and its "rewind_to".
     """
 
-    def __init__(
-        self, *, quiet: int = 32, max_rewinds: int = 3, events: Iterable[Mapping[str, Any]] = ()
-    ):
-        self.quiet, self.max_rewinds = quiet, max_rewinds
-        self.pending: Decision | None = None
-        self.num_rewinds, self.last_evidence, self.next_step = 0, 0, -1
-        self.quiet_from = 0  # no row from this step on is suspicious
-        self.good_until = 0  # checkpoints until this step are good: `quiet` rows follow it
-        self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
-        self.left_out: dict[int, None] = {}
-        self.differing_devices = set[int]()
-        self.longest_window = 0
-        self.usual = list[float]()  # losses of the last applied steps outside stretches
-        self._start_branch()
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
+        self.last, self.is_pending = Decision(0, "continue", "", None, [], 0), False
         for event in events:
-            if "rewind_to" in event:
-                self.rewound(event["rewind_to"])
-            else:
-                self.left_out = dict.fromkeys(event["batch_ids"])
-                self._wait(event["action"], event["reason"], event["good_step"])
-                self.last_evidence = event["step"]
+            self.is_pending = "action" in event
+            if self.is_pending:
+                self.last = Decision(*(event[name] for name in Decision._fields))
+        self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
+        self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
     @property
     def good_step(self) -> int | None:
@@ -129,14 +81,24 @@ class Policy:
         good = (i for i in self.saved - self.stale if i <= self.good_until)
         return max(good, default=None)
 
+    def rewound(self, step: int) -> None:
+        """Go on from an earlier step, because the run was rewound or restarted."""
+        self.stale |= {i for i in self.saved if i > step}
+        self.good_until, self.is_pending = min(self.good_until, step), False
+
     def update(
-        self, rows: Rows, incidents: Iterable[Incident], saved: Iterable[int] | None = None
+        self,
+        rows: Rows,
+        incidents: Sequence[Incident],
+        first_new: int = 0,
+        saved: Iterable[int] | None = None,
     ) -> Decision:
-        """Process the rows since the last call, and decide what to do.
+        """Decide what to do.
 
         Args:
-            rows: Rows with increasing steps; possibly none.
-            incidents: The incidents in these rows, one for each row with a fault.
+            rows: The last rows, with increasing steps.
+            incidents: The incidents in these rows.
+            first_new: The first step that was not in the rows of the last call.
             saved: Indices of all checkpoints that exist; None if they have not changed.
 
         Returns:
@@ -145,143 +107,95 @@ class Policy:
         if saved is not None:
             self.saved = set(map(int, saved))
             self.stale &= self.saved
-        for row in _steps(rows, incidents):
-            if not self.pending:
-                self._process(row)
-        if not self.pending and len(self.stretch) >= LONG * 2**self.num_rewinds:
-            self._end_stretch()
-        is_quiet = self.next_step - self.quiet_from >= self.quiet
+        if self.good_until < 0:
+            self.good_until = int(min(rows.step, default=-1))  # nothing before it was measured
+        is_bad = _is_bad(rows, incidents)
+        suspicious = [x.step for x in incidents if "note" not in x.kinds]
+        num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
+        count = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
+        for step, action, reason, batch_ids in sorted(_evidence(rows, is_bad, count)):
+            if step >= first_new and not self.is_pending:
+                self._confirm(rows.step, num_quiet[rows.step <= step])
+                if action == "stop" or self.good_step is not None:
+                    left_out = list(dict.fromkeys([*self.last.batch_ids, *batch_ids]))
+                    facts = action, reason, self.good_step, left_out, count + 1
+                    self.last, self.is_pending = Decision(step + 1, *facts), True
+        self._confirm(rows.step, num_quiet)
+        if self.is_pending:
+            return _broadcast(self.last._replace(step=rows.end))
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
-        action = "save" if is_quiet and not has_candidate else "continue"
-        left_out = tuple(self.left_out)
-        return _broadcast(self.pending or Decision(action, "", self.good_step, left_out))
+        action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
+        facts = action, "", self.good_step, self.last.batch_ids, count
+        return _broadcast(Decision(rows.end, *facts))
 
-    def resume(self, rows: Rows, incidents: Iterable[Incident]) -> None:
-        """Process the last rows of a log, whose decisions are among the events."""
-        decided = self.pending, self.num_rewinds, self.last_evidence, dict(self.left_out)
-        for row in _steps(rows, incidents):
-            self._process(row)
-        self.pending, self.num_rewinds, self.last_evidence, self.left_out = decided
-
-    def rewound(self, step: int) -> None:
-        """Go on from an earlier step, because the run was rewound or restarted."""
-        self._start_branch()
-        self.stale |= {i for i in self.saved if i > step}
-        self.next_step = min(self.next_step, step)
-        self.quiet_from, self.good_until = min(self.quiet_from, step), min(self.good_until, step)
-        if self.pending and self.pending.action != "stop":
-            self.pending = None
-
-    def _start_branch(self) -> None:
-        self.stretch, self.skipped = list[Step](), list[Step]()
-        self.num_others, self.num_calls = 0, 0
-
-    def _process(self, row: Step) -> None:
-        if self.next_step < 0:
-            self.quiet_from = self.good_until = row.step  # nothing before it was measured
-        self.next_step = row.step + 1
-        if row.step - self.last_evidence >= FORGET:
-            self.num_rewinds = 0
-        self._check_window(row)
-        if Outcome.SKIPPED in row.flags:
-            self.skipped.append(row)
-        elif Outcome.HELD not in row.flags:
-            self.skipped = []
-        if self._extend_stretch(row) or row.is_suspicious:
-            self.quiet_from = self.next_step
-        if self.next_step - self.quiet_from >= self.quiet:
-            self.good_until = self.next_step - self.quiet
-        place, skips = f"step {row.step}", len(self.skipped)
-        if row.is_fatal:
-            self._rewind(f"{place}: non-finite parameters", self.stretch or [row], is_fatal=True)
-        elif Outcome.REPLICA_DIFFERS in row.flags:
-            reason = f"{place}: the parameters on device {row.device} differ from the others"
-            if row.device in self.differing_devices:
-                self._wait("stop", f"hardware: {reason} again")
-            self.differing_devices.add(row.device)
-            self._rewind(reason, [])
-        elif Outcome.GUARD_FAILED in row.flags and skips:
-            self._wait("stop", f"{place}: guard_failed after {skips} consecutive skipped steps")
-        elif skips == LONG:
-            self._rewind(f"{place}: {skips} consecutive steps were skipped", self.skipped)
-
-    def _extend_stretch(self, row: Step) -> bool:
-        """Add the row to a stretch of bad rows; return whether it is bad."""
-        is_applied, is_bad = Outcome.APPLIED in row.flags, row.is_bad
-        if self.stretch:
-            # The thresholds of incidents adapt to a long stretch, but this limit does not.
-            is_bad |= is_applied and row.loss > self.limit
-        else:
-            largest = max(self.usual, default=np.inf)
-            is_early = len(self.usual) < EARLY and row.loss > EARLY_RATIO * largest > 0
-            is_bad |= is_applied and is_early
-            if not is_bad:
-                if is_applied and np.isfinite(row.loss):
-                    self.usual = [*self.usual[1 - LONG :], row.loss]
-                return False
-            self.limit = (np.median(self.usual) + row.loss) / 2 if self.usual else np.inf
-        self.stretch.append(row._replace(is_bad=is_bad))
-        self.num_others = 0 if is_bad else self.num_others + (Outcome.HELD not in row.flags)
-        if self.num_others > GAP:
-            self._end_stretch()
-        return is_bad
-
-    def _end_stretch(self) -> None:
-        """Rewind if the stretch has enough bad rows."""
-        bad = [i for i, row in enumerate(self.stretch) if row.is_bad]
-        rows, self.stretch, self.num_others = self.stretch[: bad[-1] + 1], [], 0
-        if len(bad) >= BAD_ROWS:
-            place = f"steps {rows[0].step} to {rows[-1].step}"
-            self._rewind(f"{place}: outliers in {len(bad)} of {len(rows)} steps", rows)
-
-    def _check_window(self, row: Step) -> None:
-        """Stop if the window of an accumulation never closes."""
-        self.num_calls += 1
-        if not row.flags & (Outcome.HELD | Outcome.EMPTY_WINDOW):
-            self.longest_window, self.num_calls = max(self.longest_window, self.num_calls), 0
-        elif self.num_calls > max(FEWEST_CALLS, WINDOWS * self.longest_window):
-            self._wait("stop", f"step {row.step}: no window closed in {self.num_calls} calls")
-
-    def _rewind(self, reason: str, rows: Sequence[Step], *, is_fatal: bool = False) -> None:
-        """Wait for a rewind, or stop if rewinding did not help or is impossible."""
-        count = self.num_rewinds
-        if self.good_step is None:
-            if is_fatal:
-                self._wait("stop", f"{reason}, and no checkpoint to restore")
-        elif count > self.max_rewinds:
-            tried = f"{count - 1} rewinds and a lower learning rate"
-            self._wait("stop", f"{reason}; {tried} did not help")
-        else:
-            self.left_out |= {x.batch_id: None for x in rows if x.batch_id is not None}
-            self._wait("rewind" if count < self.max_rewinds else "lower", reason)
-
-    def _wait(self, action: str, reason: str, good_step: int | None = None) -> None:
-        """Keep a decision until the run is rewound; the earliest evidence counts."""
-        if not self.pending:
-            self.num_rewinds += action != "stop"
-            self.last_evidence = self.next_step
-            good_step = self.good_step if good_step is None else good_step
-            self.pending = Decision(action, reason, good_step, tuple(self.left_out))
+    def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
+        quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
+        self.good_until = max([self.good_until, *steps[quiet - QUIET + 1].tolist()])
 
 
-def _steps(rows: Rows, incidents: Iterable[Incident]) -> Iterator[Step]:
-    found = {incident.step: set(incident.kinds) - {"note"} for incident in incidents}
-    for t, step in enumerate(rows.step.tolist()):
-        flags, kinds = Outcome(int(rows.outcome[t])), found.get(step, set[str]())
-        is_applied, has_loss = Outcome.APPLIED in flags, Outcome.HAS_LOSS in flags
-        # The loss tells whether an outlier of a norm did harm.
-        outliers = {"loss", "nan", "infinity"} | (set() if has_loss else {"norm", "update"})
-        _, update, parameter = np.isfinite(rows.norms[t, :, 0])
-        yield Step(
-            step,
-            flags,
-            rows.loss[t],
-            int(rows.batch_id[t]) if Outcome.HAS_BATCH_ID in flags else None,
-            int(rows.device[t]),
-            is_suspicious=bool(kinds),
-            is_bad=is_applied and not outliers.isdisjoint(kinds),
-            is_fatal=not (parameter and (update or not is_applied)),
-        )
+def _evidence(
+    rows: Rows, is_bad: HostArray, num_rewinds: int
+) -> Iterator[tuple[int, str, str, list[int]]]:
+    """Yield all reasons to rewind or to stop.
+
+    Yields:
+        The step at which it is known, the action, the reason, and the batches to leave out.
+    """
+    closed, is_skipped = ~rows.has(Outcome.HELD), rows.has(Outcome.SKIPPED)
+    window = np.cumsum(closed) - closed  # without an accumulation, each row is a window
+    steps, has_id = rows.step[closed], rows.has(Outcome.HAS_BATCH_ID)
+    num_bad, num_skipped = _run_lengths(is_bad, closed), _run_lengths(is_skipped, closed)
+    num_open = _run_lengths(rows.has(Outcome.HELD | Outcome.EMPTY_WINDOW))
+    _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
+    is_fatal = ~parameter | (rows.has(Outcome.APPLIED) & ~update)
+    has_failed, differs = (rows.has(x) for x in (Outcome.GUARD_FAILED, Outcome.REPLICA_DIFFERS))
+    rewind, tried = ("rewind" if num_rewinds < MAX_REWINDS else "lower"), ""
+    if num_rewinds > MAX_REWINDS:
+        rewind = "stop"
+        tried = f"; {MAX_REWINDS} rewinds and a lower learning rate did not help"
+    nan, none = "the parameters are not finite", 0 * window
+    skips = f"{LONG} consecutive steps were skipped"
+    for action, reason, is_known, num_left_out in (
+        (rewind, nan + tried, is_fatal, np.maximum(num_bad, 1)),
+        ("stop", f"{nan}, and there is no checkpoint to restore", is_fatal, none),
+        (rewind, skips + tried, num_skipped == LONG, num_skipped),
+        ("stop", "guard_failed", has_failed & is_skipped, none),
+        ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),
+        ("rewind", "replicas differ", differs & (num_rewinds == 0), none),
+        ("stop", "hardware: replicas differ again", differs & (num_rewinds > 0), none),
+    ):
+        for t in np.flatnonzero(is_known):
+            is_left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
+            step = int(rows.step[t])
+            yield step, action, f"step {step}: {reason}", rows.batch_id[is_left_out].tolist()
+    bad = window[is_bad]
+    for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
+        if len(stretch) >= BAD_ROWS:
+            first, last, known = stretch[0], stretch[-1], stretch[-1] + GAP + 1
+            if len(steps) - first >= LONG * 2**num_rewinds:
+                known = min(known, len(steps) - 1)
+            if known < len(steps):
+                is_left_out = has_id & (window >= first) & (window <= last)
+                reason = f"outliers in {len(stretch)} of {last - first + 1} steps"
+                place = f"steps {steps[first]} to {steps[last]}"
+                batch_ids = rows.batch_id[is_left_out].tolist()
+                yield int(steps[known]), rewind, f"{place}: {reason}{tried}", batch_ids
+
+
+def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
+    """Return which steps were applied although the loss, or without one a norm, is an outlier."""
+    kinds, first = {"loss", "nan", "infinity"}, rows.loss[:1]
+    if not rows.has(Outcome.HAS_LOSS).any():  # the loss tells whether an outlier of a norm did harm
+        kinds |= {"norm", "update"}
+    bad = [x.step for x in incidents if not kinds.isdisjoint(x.kinds)]
+    is_early = (rows.step < EARLY) & (rows.loss > EARLY_RATIO * first) & (first > 0)
+    return rows.has(Outcome.APPLIED) & (np.isin(rows.step, bad) | is_early)
+
+
+def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
+    """Return the number of consecutive true elements up to each one, among those that count."""
+    total = np.cumsum(is_true & is_counted)
+    return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
 def _broadcast(decision: Decision) -> Decision:
@@ -293,5 +207,4 @@ def _broadcast(decision: Decision) -> Decision:
     text = np.frombuffer(json.dumps(decision).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    action, reason, good_step, batch_ids = json.loads(np.asarray(sent, np.uint8).tobytes())
-    return Decision(action, reason, good_step, tuple(batch_ids))
+    return Decision(*json.loads(np.asarray(sent, np.uint8).tobytes()))

@@ -152,6 +152,11 @@ class Rows(NamedTuple):
         """Join rows with the same names."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
+    @property
+    def end(self) -> int:
+        """The index of the next row."""
+        return int(self.step[-1]) + 1 if len(self.step) else 0
+
     def has(self, flags: int) -> HostArray:
         """Return bool[steps], whether any of the flags is set."""
         return self.outcome & int(flags) != 0
@@ -159,6 +164,11 @@ class Rows(NamedTuple):
     def take(self, index: Any) -> "Rows":
         """Return the rows that a slice, a mask or an array of indices selects."""
         return Rows(*(column[index] for column in self))
+
+    def of_tree(self) -> "Rows":
+        """Return a copy without units and taps."""
+        norms, nonfinite, taps = self.norms[..., :1], self.nonfinite[:, :1], self.taps[:, :0]
+        return self._replace(norms=norms.copy(), nonfinite=nonfinite.copy(), taps=taps.copy())
 
 
 class Row(NamedTuple):

@@ -12,12 +12,8 @@ from .._types import HostArray
 from ._incident import Incident
 from ._rows import Names, Outcome, Rows
 
-_FATES = {"applied": Outcome.APPLIED, "held": Outcome.HELD, "skipped": Outcome.SKIPPED}
-_CAUSES = {
-    "non-finite": Outcome.SKIPPED_NONFINITE,
-    "large norm": Outcome.SKIPPED_LARGE_NORM,
-    "large loss": Outcome.SKIPPED_LARGE_LOSS,
-}
+_FATES = Outcome.APPLIED, Outcome.HELD, Outcome.SKIPPED
+_CAUSES = Outcome.SKIPPED_NONFINITE, Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
 
 
 def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident]) -> str:
@@ -31,45 +27,50 @@ def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident
     """
     if not len(rows.step):
         return "no steps"
-    causes = _counts(rows, _CAUSES)
-    lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_counts(rows, _FATES)}"]
+    fates, causes = (
+        _listed({str(x.name).lower().removeprefix("skipped_"): rows.has(x).sum() for x in flags})
+        for flags in (_FATES, _CAUSES)
+    )
+    lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {fates}"]
     lines[0] += f" ({causes})" if causes else ""
     factors = rows.factors[rows.has(Outcome.APPLIED)]
     if factors.size:
-        labels = [x.partition("/")[2] or "clip" for x in names.clips]
-        lines.append(f"clipped steps: {_shares(labels, np.mean(factors < 1, axis=0))}")
+        lines.append(f"clipped steps: {_shares(names.clips, np.mean(factors < 1, axis=0))}")
     loss = rows.loss[rows.has(Outcome.HAS_LOSS)]
     if loss.size:
-        best = np.min(loss, initial=np.inf, where=np.isfinite(loss))
-        lines.append(f"loss: {loss[0]:.4g} at first, {loss[-1]:.4g} at last, {best:.4g} at best")
-    norms = gradient_norms(rows)[:, 0]
-    usual = norms[np.isfinite(norms) & (norms > 0)]
-    if usual.size:
-        text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
-        lines.append(f"gradient norm: median {np.median(usual):.3g}, {text}")
-    of_units = gradient_norms(last.take(last.has(Outcome.HAS_UNITS)))
+        lines.append(f"loss: {loss[0]:.4g} at first, {loss[-1]:.4g} at last")
+    of_units = _gradient_norms(last.take(last.has(Outcome.HAS_UNITS)))
     of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
     if of_units[:, 1:].size:
         shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
         largest = np.argsort(-shares)[:3]
         text = _shares([names.units[i] for i in largest], shares[largest])
         lines.append(f"largest shares of the squared gradient norm: {text}")
-    counts = Counter(kind for x in incidents for kind in x.kinds).most_common(5)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in counts)
-    lines.append(f"incidents: {len(incidents)}" + (f" ({kinds})" if incidents else ""))
+    kinds = _listed(Counter(kind for x in incidents for kind in x.kinds))
+    lines.append(f"incidents: {len(incidents)}" + (f" ({kinds})" if kinds else ""))
     lines += [f"the last: {x}" for x in incidents[-1:]]
+    norms = _gradient_norms(rows)[:, 0]
+    usual = norms[np.isfinite(norms) & (norms > 0)]
     if usual.size:
-        lines.append(f"suggested max_norm: {np.median(usual):.2g}, the median")
+        median, high = np.percentile(usual, [50, 99])
+        text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
+        threshold = float(f"{3 * high:.2g}")
+        skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
+        guard = f"skip_large_norm(optimizer, {threshold:g})"
+        lines += [
+            f"gradient norm: median {median:.3g}, {text}",
+            f"suggested max_norm: {median:.2g}, the median",
+            f"suggested guard: {guard}, which would have skipped {skipped}",
+        ]
     return "\n".join(lines)
 
 
-def gradient_norms(rows: Rows) -> HostArray:
+def _gradient_norms(rows: Rows) -> HostArray:
     """Return the norms of all gradients, of the whole tree and of each unit."""
     return rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
 
 
-def _counts(rows: Rows, words: Mapping[str, Outcome]) -> str:
-    counts = {word: np.sum(rows.has(flag)) for word, flag in words.items()}
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
@@ -105,7 +106,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """
     check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
     is_rows = isinstance(norms, Rows)
-    values = np.asarray(gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
+    values = np.asarray(_gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
     finite = values[np.isfinite(values)]
     result = float(np.percentile(finite, percentile)) if finite.size else 0.0
     if not result > 0:

@@ -112,14 +112,6 @@ def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
     assert rows.step.tolist() == list(range(9)) and rows.loss[4] == 1
 
 
-def test_lines_of_metrics_tell_which_steps_an_accumulation_held():
-    log = [{"loss": 1.0, "mini_step": np.int32(x), "clip_factor": 0.5} for x in (1, 2, 0)]
-    rows, names = read(log)
-    flags = [Outcome(x) & ~Outcome.HAS_LOSS for x in rows.outcome.tolist()]
-    assert flags == [Outcome.HELD, Outcome.HELD, Outcome.APPLIED]
-    assert names.clips == ("clip_factor",) and rows.factors[:, 0].tolist() == [0.5] * 3
-
-
 @pytest.mark.parametrize(
     ("log", "match"),
     [

@@ -44,7 +44,7 @@ def test_leaves_of_any_type_are_counted(tree, counts):
     assert gcx.diagnostics.nonfinite_leaves(tree) == counts
 
 
-@pytest.mark.parametrize("percentile", [0.0, 12.5, 50.0, 90.0, 100.0])
+@pytest.mark.parametrize("percentile", [12.5, 50.0, 100.0])
 def test_the_suggestion_is_a_percentile_of_what_is_finite(percentile):
     norms = np.random.default_rng(0).lognormal(size=(40, 3)).astype(np.float32)
     holes = norms.copy()

@@ -72,7 +72,7 @@ def test_a_step_without_statistics_of_taps_has_the_same_state():
     rows = monitor.read(without).rows
     assert rows.has(Outcome.HAS_TAPS).tolist() == [True, False] and not rows.taps[1].any()
     titles = [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(monitor).axes]
-    assert {"RMS of activations", "kurtosis of activations"} < set(titles)
+    assert "RMS of activations" in titles
 
 
 @pytest.mark.slow
