@@ -265,10 +265,5 @@ def broadcast_prefix(
 
 def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:
     """Return the label of each leaf of `tree`."""
-    prefix = param_labels(tree) if callable(param_labels) else param_labels
-    labels = broadcast_prefix("param_labels", prefix, like, tree)
-    for label in labels:
-        if not isinstance(label, Hashable):
-            hint = "Use strings or integers as labels."
-            raise type_error("param_labels", "a tree of hashable labels", describe(label), hint)
-    return labels
+    labels = param_labels(tree) if callable(param_labels) else param_labels
+    return broadcast_prefix("param_labels", labels, like, tree)

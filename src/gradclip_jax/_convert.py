@@ -84,9 +84,8 @@ def convert_state(
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
             shape, for example because `params` are other parameters.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
-            micro-batches would be discarded (inside `jit`, if they could be), if they have weights
-            other than 1, which `MultiSteps` does not support, or if a `dynamic_loss_scale` is added
-            to, or removed from, an unfinished accumulation.
+            micro-batches would be discarded (inside `jit`, if they could be), or if a
+            `dynamic_loss_scale` is added to, or removed from, an unfinished accumulation.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -218,15 +217,12 @@ def _copied_window(like: _Window, given: _Window, reduction: str | None, path: P
     if type(like) is type(given):
         return given._replace(acc_grads=sums)
     held, steps = jnp.asarray(given.mini_step), jnp.asarray(given.gradient_step)
-    if isinstance(given, AccumulationState):
-        weight = given.total_weight
-        if not is_traced(weight) and weight != held:
-            _check_closed(given, path, "because `MultiSteps` does not support weights")
     if jax.tree.leaves(sums) and reduction is None and (is_traced(held) or held > 0):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
-    length = jnp.float32(1) if reduction == "sum" else jnp.maximum(held, 1).astype(jnp.float32)
+    weight = given.total_weight if isinstance(given, AccumulationState) else jnp.float32(held)
+    length = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
     factor = length if isinstance(like, AccumulationState) else 1 / length
     # An accumulator with an empty window contains the last sum, which may be NaN.
     sums = jax.tree.map(lambda x: jnp.where(held > 0, x * factor, jnp.zeros_like(x)), sums)

@@ -50,19 +50,10 @@ def flatten(tree: Tree) -> Leaves:
 
 
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Check a tree with `check_leaves`, and flatten it."""
-    check_leaves(argument, tree, real=real)
-    return flatten(tree)
-
-
-def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
-    """Raise unless all leaves are floating-point, complex (unless `real`) or float0.
+    """Flatten a tree whose leaves are floating-point, complex (unless `real`) or float0, or raise.
 
     Leaves that are unreduced over a mesh axis or in host memory raise as well.
     """
-    if type(tree).__module__.startswith(f"{__package__}."):
-        hint = "The order of arguments is `update(grads, state, params)`."
-        raise type_error(argument, "a tree of gradients", type(tree).__name__, hint)
     kind = jnp.floating if real else jnp.inexact
     leaves = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if not is_float0(x)]
     bad = [(path, x) for path, x in leaves if not jnp.issubdtype(dtype_of(x), kind)]
@@ -72,6 +63,7 @@ def check_leaves(argument: str, tree: Tree, *, real: bool = False) -> None:
         hint = "Exclude other leaves with `optax.masked`, or convert them to floating point."
         raise type_error(argument, rule, got, hint)
     check_placement(argument, tree)
+    return flatten(tree)
 
 
 def is_measured(leaf: object) -> bool:

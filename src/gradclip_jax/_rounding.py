@@ -10,7 +10,7 @@ from jax import lax
 from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
-from ._leaves import check_leaves
+from ._leaves import checked_leaves
 from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
 from ._types import Array, Path, Scalar, Tree
@@ -81,7 +81,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, RoundingState]:
-        check_leaves("updates", updates)
+        checked_leaves("updates", updates)
         check_state(state, RoundingState)
         check_params(updates, params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)

@@ -141,9 +141,18 @@ def microbatched_value_and_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         positions = argnums, batch_argnums, rng_argnums
         split = bind_split(args, num_microbatches, *positions, num_real_microbatches)
-        is_local = microbatch_transform is None and not drop_nonfinite
+        for i in split.differentiated:
+            check_placement(f"args[{i}]", args[i])
+        axes = frozenset[str]()
+        if microbatch_transform is None and not drop_nonfinite:
+            # No gradient is needed on all devices before the last. With parameters that vary over
+            # devices, the loop does not all-reduce gradients.
+            batch = jax.tree.leaves([args[i] for i in split.batches])
+            axes = axes.union(*map(varying_axes, batch))
+        params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
+        local = split.with_differentiated(args, params)
         bound = functools.partial(call, **kwargs)
-        micro, axes = _bind(bound, split, args, microbatch_transform, is_local)
+        micro = _MicroBatches(bound, split, local, microbatch_transform)
         weights = micro.weights(has_weight)
         shapes, like = jax.eval_shape(micro.run, 0, jnp.float32(1))
         # A gradient that is all-reduced for each micro-batch needs equal weights on all devices.
@@ -172,26 +181,6 @@ def microbatched_value_and_grad(
         return (value, aux) if has_aux else value, grads
 
     return run
-
-
-def _bind(
-    call: Callable[..., Any],
-    split: Split,
-    args: Sequence[Any],
-    transform: Transform | None,
-    is_local: bool,
-) -> tuple[_MicroBatches, frozenset[str]]:
-    """Return the micro-batches of a call, and the axes over which to all-reduce gradients.
-
-    If `is_local`, no check or transformation needs the gradient of all devices. The parameters then
-    vary over devices, so that the loop does not all-reduce gradients.
-    """
-    for i in split.differentiated:
-        check_placement(f"args[{i}]", args[i])
-    batch = jax.tree.leaves([args[i] for i in split.batches]) if is_local else []
-    axes = frozenset[str]().union(*map(varying_axes, batch))
-    params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
-    return _MicroBatches(call, split, split.with_differentiated(args, params), transform), axes
 
 
 class _MicroBatches(NamedTuple):

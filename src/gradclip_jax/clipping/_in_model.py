@@ -10,7 +10,7 @@ import numpy as np
 
 from .._checks import axes_within, check_axis, check_number, describe, dtype_of, leaf_path
 from .._errors import public, type_error, value_error
-from .._leaves import check_leaves
+from .._leaves import checked_leaves
 from .._types import Array, Number, Path, Tree
 from ._formula import scale_factor, scale_leaf
 from ._norm import norm_dtype, slice_units, unit_norms
@@ -192,7 +192,7 @@ def _num_heads(x: Array, head_axis: int) -> int:
 
 def _scale_heads(argument: str, tree: Tree, factors: Array, head_axis: int) -> Tree:
     """Multiply each leaf by the factors of its heads."""
-    check_leaves(argument, tree, real=True)
+    checked_leaves(argument, tree, real=True)
 
     def scaled(path: Path, x: Array) -> Array:
         if _num_heads(x, head_axis) != factors.size:

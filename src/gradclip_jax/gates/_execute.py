@@ -15,7 +15,7 @@ import optax
 
 from .._checks import check_same_structure, check_state, check_transformation, dtype_of, is_float0
 from .._errors import named, public
-from .._leaves import check_leaves
+from .._leaves import checked_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import (
     discard_windows,
@@ -212,7 +212,7 @@ def _execute(
     Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
     """
     warn_of_misspelled(extra_args)
-    check_leaves("updates", grads)
+    checked_leaves("updates", grads)
     if params is not None:
         check_same_structure(grads, params_of(params))
     result = _run(_Call(update, grads, params, target, grads, state, extra_args), 0)
@@ -261,31 +261,31 @@ def _count(guard: Guard, state: Tree, missed: Flag, reset: Flag = False) -> Tree
 def _accumulate(call: _Call, i: int, accumulation: Accumulation) -> _Result:
     """Add a micro-batch, and run what is inside the accumulation if the window closes."""
     state, accepted = call.state, call.passed if call.outer else None
-    window = accumulation.open(call.grads, state, accepted, call.extra_args)
+    micro_step = accumulation.micro_step(call.grads, state, accepted, call.extra_args)
 
     def close(carry: Tree) -> tuple[Tree, Tree]:
         target, inner_state, accumulator, *_ = carry
-        mean, accumulator = window.read(accumulator)
+        mean, accumulator = micro_step.emit(accumulator)
         checks: list[tuple[int, Array]] = []
         for j, guard, outer in reversed(call.outer):
             if guard.checks_window:
-                check = guard.inspect(mean, outer, call.params, window.extra_args, is_mean=True)
+                check = guard.inspect(mean, outer, call.params, micro_step.extra_args, is_mean=True)
                 checks.append((j, check[0]))
         passed, dropper = _first_failure(True, checks)
         inner = call._replace(target=target, grads=mean, state=inner_state, passed=passed)
-        result = _run(inner._replace(extra_args=window.extra_args), i + 1)
+        result = _run(inner._replace(extra_args=micro_step.extra_args), i + 1)
         skipper = jnp.where(passed, result.skipper, dropper)
         return result.output, (result.target, result.state, accumulator, result.applied, skipper)
 
     applied = jnp.asarray(call.passed & has_weight(call.extra_args, state))
     carry = call.target, state.inner_opt_state, state.acc_grads, applied, jnp.int32(_NOBODY)
-    output, carry = run_step(window.emits, close, carry)
+    output, carry = run_step(micro_step.emits, close, carry)
     target, inner_state, accumulator, applied, skipper = carry
-    inner_state = _count_empty(call.update.gates[i + 1 :], inner_state, window.is_empty)
+    inner_state = _count_empty(call.update.gates[i + 1 :], inner_state, micro_step.is_empty)
     is_kept = (skipper == _NOBODY) | (skipper > i)
-    state = window.next_state(inner_state, accumulator, window.emits & is_kept)
-    applied &= jnp.logical_not(window.is_empty)
-    return _Result(output, target, state, call.passed, applied, window.is_empty, skipper)
+    state = micro_step.finish(inner_state, accumulator, micro_step.emits & is_kept)
+    applied &= jnp.logical_not(micro_step.is_empty)
+    return _Result(output, target, state, call.passed, applied, micro_step.is_empty, skipper)
 
 
 def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:

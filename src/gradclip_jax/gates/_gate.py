@@ -1,7 +1,7 @@
 """Guards and accumulations, which decide whether their inner transformation runs."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import optax
 
@@ -89,21 +89,17 @@ class Guard(NamedTuple):
 class Accumulation(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
 
-    function: ClassVar[str]
-    """Name of the public function in errors and profiles."""
+    @property
+    def function(self) -> str:
+        """Name of the public function in errors and profiles."""
+        ...
 
-    def open(self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs) -> Any:
-        """Return the window after a micro-batch.
+    def micro_step(
+        self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs
+    ) -> Any:
+        """Return how a micro-batch changes its window, as a `MicroStep`.
 
         `accepted` is whether all outer guards accepted the micro-batch, None without outer guards.
-
-        | of the window | |
-        | --- | --- |
-        | `emits` | whether it closes with a positive total weight |
-        | `is_empty` | whether it closes without weight |
-        | `extra_args` | extra arguments for the transformation inside the accumulation |
-        | `read(accumulator)` | the accumulated gradient and the next accumulator |
-        | `next_state(inner_state, accumulator, emitted)` | the next state of the accumulation |
         """
         ...
 
