@@ -30,15 +30,6 @@ def test_a_log_of_an_accumulation_gives_the_known_noise_scale():
     assert found == pytest.approx(known, rel=0.05)
 
 
-@pytest.mark.parametrize("size", [4, 100])
-def test_norms_of_examples_give_the_trace_of_the_sample_covariance(size):
-    grads = 0.4 + np.random.default_rng(1).normal(size=(size, 50))
-    trace = np.var(grads, axis=0, ddof=1).sum()
-    big = np.sum(grads.mean(0) ** 2)
-    found = gcx.diagnostics.noise_scale(np.mean(np.sum(grads**2, axis=1)), big, 1, size)
-    assert found == pytest.approx(trace / (big - trace / size), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("small", "big", "expected"),
     [
