@@ -12,7 +12,7 @@ library is tested there, in depth:
 | 4 exact norms | | clipping/test_norm, test_gpu |
 | 5 no bad value stays | does_not_outlive_its_step | guarding/test_faults |
 | 6 fixed states | updates_have, one_trace_and_donates | accumulation/test_transform |
-| 7 eager, jit, scan, vmap, pmap | eager_jit_and_scan, vmap_is | clipping/test_transform |
+| 7 eager, jit, scan, vmap, pmap | eager_jit_and_scan, vmap_is | clipping/test_clip |
 | 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |
 | 9 many devices | eight_devices, pmap_over | clipping/test_sharding, test_collectives, test_processes |
 | 10 micro-batches are the batch | | accumulation/test_microbatch, test_fuzz |

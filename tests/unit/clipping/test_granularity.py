@@ -75,7 +75,7 @@ def test_a_group_without_a_threshold_is_neither_changed_nor_measured():
 
 
 def test_units_over_any_axis():
-    # Default units of leaves with fewer axes are Optax's: test_transform.py.
+    # Default units of leaves with fewer axes are Optax's: test_clip.py.
     rows = [((2, 2, 2, 3, 4), None, (0, 1, 2, 3))]
     rows += [((4, 2, 3), axis, axis) for axis in ((0,), (2,), (0, 2), (-1, 1), ())]
     grads, params = ([trees.normal(row[0], seed=seed) for row in rows] for seed in (1, 2))

@@ -99,29 +99,24 @@ def test_leaf_and_unit_norms_are_right(shape):
             assert oracles.ulps(own_norms(leaf, axes), exact.ravel()) <= ULPS
 
 
-@pytest.mark.slow
 def test_float64_norms_are_right():
     rng = np.random.default_rng(0)
     cases = {
-        "normal": rng.standard_normal(30_000),
         "constant": np.full(1_000, 0.1),
         "huge": np.array([1e150, 1e150]),
         "tiny": np.array([3e-140, 4e-140]),
         "complex": rng.standard_normal(100) + 1j * rng.standard_normal(100),
-        "complex tiny": np.array([3e-140 + 4e-140j]),
     }
     with compat.x64():
-        for name, x in cases.items():
-            for ord in ORDERS:
-                norm = gcx.global_norm(jnp.asarray(x), ord=ord)
+        found = jax.jit(lambda t: {ord: gcx.leaf_norms(t, ord=ord) for ord in ORDERS})(cases)
+        for ord, norms in found.items():
+            for name, norm in norms.items():
                 assert norm.dtype == jnp.float64
-                exact = oracles.vector_norm(x, ord)
-                assert oracles.ulps(norm, exact) <= ULPS, (name, ord)
+                assert oracles.ulps(norm, oracles.vector_norm(cases[name], ord)) <= ULPS
         # One float64 leaf is enough, and a float32 tree stays float32.
         mixed = [jnp.float32([3.0]), jnp.asarray(np.float64([4.0]))]
-        assert gcx.global_norm(mixed).dtype == jnp.float64
+        assert gcx.global_norm(mixed).dtype == gcx.leaf_norms(mixed)[0].dtype == jnp.float64
         assert gcx.global_norm(mixed[0]).dtype == jnp.float32
-        assert gcx.leaf_norms(mixed)[0].dtype == jnp.float64
 
 
 # --- range ----------------------------------------------------------------------------------
@@ -157,13 +152,6 @@ def test_norm_is_right_over_the_whole_range(values):
     assert worst({"a": values, "b": np.zeros((3, 2), np.float32)}) <= limit
 
 
-def test_norm_of_constants_that_are_known_when_compiled_is_right():
-    # Constants above 1.8e19 are infinite: XLA squares them when it compiles the program.
-    for value in (0.0, 1e-10, 1.0, 1e18):
-        norm = jax.jit(lambda value=value: gcx.global_norm(jnp.full(2, value, jnp.float32)))()
-        np.testing.assert_allclose(norm, np.hypot(value, value), rtol=1e-6)
-
-
 def test_norm_beyond_float32_is_infinite():
     assert float(tree_norm(jnp.float32([3e38, 3e38]))) == math.inf
     assert float(tree_norm(jnp.float32([6e21, 1.0]))) == math.inf
@@ -183,6 +171,57 @@ def test_norm_beyond_float32_is_infinite():
 )
 def test_combined_norms_of_parts_are_the_norm_of_the_whole(norms, ord, whole):
     np.testing.assert_allclose(gcx.combine_norms(norms, ord=ord), whole, rtol=1e-6)
+
+
+# --- behind any producer --------------------------------------------------------------------
+
+ENDS = [2e-16, 3e-10, 1.0, 1e20, 4e20]  # no element behind a producer is below 3e-17
+A, B = np.array([1.0, -3.0, 0.5, 2.0]), np.array([0.25, 1.0, -2.0, 1.0])
+
+# From two vectors of the size under test to the gradient; every function is linear in its scale.
+PRODUCERS = {
+    "itself": lambda a, b: a,
+    "negative scale": lambda a, b: -0.5 * a,
+    "product": lambda a, b: a * jnp.sign(b),
+    "fused multiply-add": lambda a, b: a * 0.5 - b * 0.25,
+    "cast": lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32),
+    "where": lambda a, b: jnp.where(b > 0, a, -a),
+    "scatter": lambda a, b: jnp.zeros_like(a).at[jnp.array([0, 1, 1, 2])].add(-a),
+    "broadcast of a scalar": lambda a, b: jnp.full((3, 4), -a[1]),
+    "dot": lambda a, b: -jnp.dot(a.reshape(2, 2), jnp.eye(2), precision="highest"),
+    "sum over an axis": lambda a, b: -jnp.stack([a, b]).sum(0),
+    "cumulative sum": lambda a, b: -jnp.cumsum(a),
+    "scan": lambda a, b: jax.lax.scan(lambda c, x: (c, -x), 0.0, a)[1],
+    "gradient": lambda a, b: jax.grad(lambda x: -jnp.vdot(x, a))(jnp.ones_like(a)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
+    produce = PRODUCERS[name]
+
+    @jax.jit
+    def together(a, b):
+        grads = produce(a, b)
+        clipped, state = gcx.clip_by_global_norm(1.0).update(grads, None)
+        return grads, gcx.global_norm(grads), clipped, state.grad_norm
+
+    for size in ENDS:
+        a, b = (jnp.asarray(x * size, jnp.float32) for x in (A, B))
+        grads, norm, clipped, reported = together(a, b)
+        exact = oracles.vector_norm(grads)
+        np.testing.assert_allclose([norm, reported], exact, rtol=2e-6)
+        np.testing.assert_allclose(oracles.vector_norm(clipped), min(1.0, exact), rtol=4e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_norm_of_one_element(shape):
+    @jax.jit
+    def norms(x):
+        return [gcx.global_norm(y) for y in (x, -x, -2.0 * x * 0.5)]
+
+    for value in (1e-16, 3.0, 1e20, 4e21, np.inf, np.nan):
+        np.testing.assert_allclose(norms(jnp.full(shape, value)), [value] * 3, rtol=2e-6)
 
 
 # --- one pass -------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""The clips as functions and as Optax transformations: right, cheap, and drop-in for Optax's own."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import compat
+import gradclip_jax as gcx
+import hlo
+import oracles
+import trees
+from clip_cases import assert_close, assert_same_bits
+
+# --- clip_grad_norm -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ord", [1.0, 2.0, math.inf])
+def test_clip_grad_norm_is_right(ord):
+    names = ("mixed_dtypes", "masked", "stacked", "numpy")
+    grads = {name: trees.build(name) for name in names}
+    clipped, norm = jax.jit(lambda g: gcx.clip_grad_norm(g, 0.5, ord=ord))(grads)
+    leaves = trees.leaves(grads)
+    assert float(norm) == pytest.approx(oracles.global_norm(leaves, ord), rel=1e-6)
+    assert jax.tree.structure(clipped) == jax.tree.structure(grads)
+    assert_close(trees.leaves(clipped), oracles.clip_by_global_norm(leaves, 0.5, ord))
+
+
+def test_known_norm_is_used_and_not_computed_again():
+    grads = {"a": jnp.float32([3.0]), "b": jnp.float32([4.0])}
+    clipped, norm = gcx.clip_grad_norm(grads, 1.0, norm=10.0)
+    assert norm == 10.0 and norm.dtype == jnp.float32
+    np.testing.assert_allclose(clipped["b"], [0.4], rtol=1e-6)
+    for bad in (math.nan, math.inf):
+        clipped, norm = gcx.clip_grad_norm(grads, 1.0, norm=bad)
+        assert np.isnan(clipped["a"]).all()
+        np.testing.assert_equal(float(norm), bad)
+    text = hlo.compiled(lambda g, n: gcx.clip_grad_norm(g, 1.0, norm=n), big(), 10.0)
+    assert hlo.reductions_of(text, SIZE) == 0
+
+
+def test_64_bit_trees_are_clipped_in_64_bits():
+    grads = {"a": np.float64([3.0, 4.0]), "b": np.complex128([12.0j]), "c": np.float16([0.0])}
+    clip = gcx.clip_by_global_norm(0.1)
+    exact = oracles.clip_by_global_norm(list(grads.values()), 0.1)
+    with compat.x64(), compat.strict():
+        tree = jax.tree.map(jnp.asarray, grads)
+        clipped, norm = gcx.clip_grad_norm(tree, 0.1)
+        assert norm.dtype == jnp.float64 and norm == 13.0
+        transformed, state = clip.update(tree, clip.init(tree))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
+        for found in (clipped, transformed):
+            for got, wanted, given in zip(found.values(), exact, grads.values(), strict=True):
+                assert got.dtype == given.dtype
+                np.testing.assert_allclose(got, wanted, rtol=1e-15)
+        # A float32 tree stays one, whatever the threshold.
+        clipped, norm = gcx.clip_grad_norm(jnp.float32([3.0, 4.0]), np.float64(1.0))
+        assert clipped.dtype == norm.dtype == jnp.float32
+
+
+# --- costs ----------------------------------------------------------------------------------
+
+
+def big():
+    return {"a": jnp.ones((500, 300)), "b": jnp.ones((200_000,))}
+
+
+SIZE = 149_900  # of the smaller leaf of `big`, whose last few older JAX adds up apart
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        gcx.clip_by_global_norm(1.0),
+        gcx.clip_by_group_norm({"x": 1.0, "y": 1.0}, {"a": "x", "b": "y"}),
+        gcx.clip_by_block_rms(1.0),
+        gcx.adagc(),
+    ],
+    ids=["global", "group", "block rms", "adagc"],
+)
+def test_clipping_and_reading_the_norms_of_the_state_take_each_norm_once(clip):
+    def step(grads, state):
+        updates, state = clip.update(grads, state)
+        return updates, gcx.metrics(state)
+
+    text = hlo.compiled(step, big(), clip.init(big()))
+    assert hlo.reductions_of(text, SIZE) == 2  # one for each leaf
+
+
+def test_a_second_eager_call_compiles_nothing(caplog):
+    grads = {"a": jnp.ones((3, 5)), "b": jnp.ones(7, jnp.bfloat16)}
+    clip = gcx.clip_by_group_norm({"a": 1.0, "b": 1.0}, {"a": "a", "b": "b"})
+    state = clip.init(grads)
+    for _ in range(2):
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level("DEBUG", logger="jax"):
+            gcx.clip_grad_norm(grads, 1.0)
+            clip.update(grads, state)
+    assert not [r for r in caplog.records if "XLA compil" in r.getMessage()]
+
+
+# --- transformations ------------------------------------------------------------------------
+
+
+def test_state_before_the_first_step_tells_of_no_clipping():  # later ones: test_grid.py
+    first = gcx.clip_by_global_norm(2.0).init(jnp.zeros(2))
+    assert first == (0.0, float(np.finfo(np.float32).max), 1.0, 0.0, ())
+    assert all(x.dtype == jnp.float32 and x.shape == () for x in jax.tree.leaves(first))
+
+
+def test_traced_threshold_out_of_range_never_raises_and_never_flips_a_sign():
+    makes = [
+        gcx.clip_by_global_norm,
+        gcx.clip_by_leaf_norm,
+        gcx.clip_by_block_rms,
+        gcx.clip_by_value,
+        lambda threshold: gcx.clip_by_group_norm(threshold, "all"),
+        functools.partial(gcx.clip_by_norm, reaction="zero"),
+    ]
+
+    @jax.jit
+    def updates(threshold, grads):
+        return [make(threshold).update(grads, None)[0] for make in makes]
+
+    grads = {"a": jnp.float32([3.0, -4.0]), "b": jnp.float16([-12.0, 0.0])}
+    for threshold in (0.0, -1.0, -math.inf):
+        assert not any(x.any() for x in jax.tree.leaves(updates(threshold, grads)))
+    for nan in updates(math.nan, grads):
+        assert not any((nan[name] * x < 0).any() for name, x in grads.items())
+    assert_same_bits(updates(math.inf, grads), [grads] * len(makes))
+
+
+PAIRS = {
+    "global": (gcx.clip_by_global_norm, optax.clip_by_global_norm),
+    "value": (gcx.clip_by_value, optax.clip),
+    "block rms": (gcx.clip_by_block_rms, optax.clip_by_block_rms),
+    "unit": (gcx.adaptive_grad_clip, optax.adaptive_grad_clip),
+}
+SHAPES = [(), (7,), (1, 1, 7), (6, 7), (6, 2, 3), (3, 3, 2, 4)]  # all that Optax's units know
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
+def test_same_numbers_as_optax_on_ordinary_gradients(ours, theirs):
+    grads, params = ([trees.normal(x, seed=seed) for x in SHAPES] for seed in (1, 2))
+
+    @jax.jit
+    def both(threshold):
+        clips = ours(threshold), theirs(threshold)
+        return [clip.update(grads, clip.init(params), params)[0] for clip in clips]
+
+    for threshold in (0.05, 1.0, 1e3):
+        chex.assert_trees_all_close(*both(threshold), rtol=1e-6, atol=1e-30)
+
+
+def test_an_injected_order_may_be_static():
+    inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
+    clip, grads = inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0])
+    updates, _ = clip.update(grads, clip.init(grads))
+    np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e20, math.inf, math.nan])
+def test_zero_nans_after_a_reaction_of_zero_drops_every_large_or_nonfinite_gradient(scale):
+    clip = optax.chain(gcx.clip_by_norm(6.0, reaction="zero"), optax.zero_nans())
+    grads = scale * jnp.float32([3.0, 4.0, 12.0])
+    updates, (state, _) = clip.update(grads, clip.init(grads))
+    assert_same_bits(updates, jnp.zeros(3))
+    np.testing.assert_equal(float(state.clip_factor), 0.0 if math.isfinite(scale) else math.nan)
+    assert state.clip_fraction == 1
