@@ -1,6 +1,7 @@
 """Threshold rules and clips that use them: the papers, the authors' numbers, and bad input."""
 
 import functools
+import itertools
 import math
 
 import hypothesis
@@ -61,11 +62,6 @@ def is_unbounded(thresholds):
     return thresholds == np.float32(UNBOUNDED)
 
 
-def rounded(norms):
-    """The norms as the rules get them, rounded to float32, in float64."""
-    return np.asarray(norms, np.float32).astype(np.float64)
-
-
 def until_zero(run):
     """The steps before the first norm that is zero or no number: there the codes differ."""
     counts = run.norms > 0
@@ -79,25 +75,15 @@ def lognormal(steps, *, seed=0, spread=0.3):
 # percentile
 
 
-def assert_percentiles(actual, exact):
-    # Between two neighbours that are far apart the rounding of the place, at most
-    # 150 * eps, is a part of their distance; here no two are further apart than a value itself.
-    np.testing.assert_allclose(actual, exact, rtol=40 * EPS)
-
-
 @recordings("autoclip")
 def test_percentile_gives_what_the_authors_code_gives(run):
     until = min(until_zero(run), 100)
     rule = thresholds.percentile(run.given["clip_percentile"], 100)
     found, _ = follow(rule, run.norms[:100])
-    assert_percentiles(found[:until], recorded.numbers(run.gave["threshold"])[:until])
-
-
-@pytest.mark.parametrize(("percentile", "window"), [(37.5, 1), (0.0, 7), (37.5, 7), (100.0, 7)])
-def test_percentile_is_that_of_numpy_over_the_window(percentile, window):
-    norms = lognormal(60)
-    found, _ = follow(thresholds.percentile(percentile, window), norms)
-    assert_percentiles(found, oracles.percentile(rounded(norms), percentile, window))
+    # Between two neighbours that are far apart the rounding of the place, at most
+    # 150 * eps, is a part of their distance; here no two are further apart than a value itself.
+    theirs = recorded.numbers(run.gave["threshold"])
+    np.testing.assert_allclose(found[:until], theirs[:until], rtol=40 * EPS)
 
 
 # zscore
@@ -161,11 +147,7 @@ def test_mean_std_gives_what_levanter_gives(run):
 # signed values
 
 
-SIGNED = {
-    "percentile": thresholds.percentile(90.0, window=20),
-    "mean_std": thresholds.mean_std(4.0, window=20, warmup_steps=10),
-    "zscore": thresholds.zscore(2.5, 0.9, warmup_steps=10),
-}
+SIGNED = {name: RULES[name] for name in ("percentile", "mean_std", "zscore")}
 
 
 @jax.jit
@@ -179,26 +161,16 @@ def loss_thresholds(losses):
     return jax.lax.scan(step, {k: rule.init(losses[0]) for k, rule in SIGNED.items()}, losses)[1]
 
 
-@pytest.mark.parametrize("offset", [0.0, -5.0])
-def test_negative_losses_shift_the_threshold_by_their_offset(offset):
+def test_negative_losses_shift_the_threshold_by_their_offset():
     losses = np.abs(np.random.default_rng(0).standard_normal(60))
     losses[50] = 40.0
-    base, found = (loss_thresholds(jnp.float32(x + losses)) for x in (5.0, offset))
-    for name in SIGNED:
+    base, *others = (loss_thresholds(jnp.float32(x + losses)) for x in (5.0, 0.0, -5.0))
+    for name, (found, offset) in itertools.product(SIGNED, zip(others, (-5, -10), strict=True)):
         bounded = ~is_unbounded(base[name])
         np.testing.assert_array_equal(bounded, ~is_unbounded(found[name]))
-        shifted = base[name][bounded] + (offset - 5.0)
+        shifted = base[name][bounded] + offset
         np.testing.assert_allclose(found[name][bounded], shifted, atol=1e-4)
-        assert found[name][50] < offset + 40.0
-
-
-def test_mean_std_of_losses_has_the_deviation_of_the_window_above_a_floor_of_a_thousandth():
-    noise = np.random.default_rng(1).standard_normal(60)
-    for spread, floor in ((1e-2, 0.0), (1e-6, 1e-3)):
-        losses = rounded(-2.0 + spread * noise)
-        found = loss_thresholds(jnp.float32(losses))["mean_std"]
-        want = oracles.mean_std(losses, 4.0, 20, 10, floor=floor)
-        np.testing.assert_allclose(found[10:], want[10:], rtol=20 * EPS)
+        assert found[name][50] < offset + 45.0
 
 
 # quantile
@@ -223,17 +195,6 @@ def test_quantile_comes_back_from_either_end():
     found, _ = follow(thresholds.quantile(), norms)
     assert found[2499] == np.float32(1e-30) and found[6499] == np.float32(1e30)
     assert 0.9 < found[3999] < 1.2 and 0.9 < found[7999] < 1.2
-
-
-# capped
-
-
-@pytest.mark.parametrize(("ratio", "want"), [(0.01, 1.0), (0.1, 2.0)])
-def test_cap_holds_for_rules_that_look_at_parameters(ratio, want):
-    clip = clip_by(thresholds.capped(thresholds.relative_to_params(ratio), 2.0))
-    norm, params = jnp.float32(5.0), jnp.float32(100.0)
-    _, state = clip.update(norm, clip.init(params), params)
-    assert float(state.clip_threshold) == want
 
 
 # any sequence
@@ -307,19 +268,6 @@ def test_a_rule_is_differentiable_after_zeros_and_steps_that_are_not_finite(rule
 
 
 # clips with these rules
-
-
-CLIPS = {
-    "autoclip": (gcx.autoclip(20.0, window=8), thresholds.percentile(20.0, 8)),
-    "zclip": (gcx.zclip(2.0, 0.9, 8, 3.0), thresholds.capped(thresholds.zscore(2.0, 0.9, 8), 3.0)),
-}
-
-
-@pytest.mark.parametrize(("tx", "rule"), CLIPS.values(), ids=CLIPS)
-def test_a_clip_by_a_learned_threshold_is_a_clip_of_the_whole_tree_by_a_rule(tx, rule):
-    grads = jnp.asarray(np.random.default_rng(0).standard_normal((40, 3)), jnp.float32)
-    found, wanted = (train(x, grads) for x in (tx, gcx.clip_by_global_norm(rule)))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def norms_of(leaves):
