@@ -52,13 +52,13 @@ def test_a_learning_rate_that_is_too_high_stops_the_run_with_that_reason(tmp_pat
 
     _, monitor = example.train(tmp_path, 0, learning_rate=learning_rate, steps=1000)
     assert monitor.report.action == "stop"
-    assert "a lower learning rate did not help" in monitor.report.reason
+    assert "earlier rewinds did not help" in monitor.report.reason
     assert monitor.report.step < 400
 
 
 def test_a_clean_run_is_not_rewound(tmp_path, example):
     _, monitor = example.train(tmp_path, 0, steps=1500)
-    assert monitor.report.batch_ids == () and monitor.report.good_step > 1400
+    assert monitor.report.batch_ids == [] and monitor.report.good_step > 1400
 
 
 KILLED = """

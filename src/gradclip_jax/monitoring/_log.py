@@ -27,7 +27,7 @@ _ALIASES = {
 }
 """Keys of other trainers, and ours."""
 
-_WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
+WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf(?:inity)?)"
@@ -66,7 +66,7 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
     columns = {key: (column, int(flags)) for key, column, flags in _columns(rows, names)}
     for i, line in enumerate(table.values()):
         words = str(line.get("outcome", "applied")).split()
-        rows.outcome[i] = sum(flag for word, flag in _WORDS.items() if word in words)
+        rows.outcome[i] = sum(WORDS.get(word, 0) for word in words)
         for key in line.keys() & columns.keys():
             value, (column, flags) = _number(line[key]), columns[key]
             if value is not None:
@@ -77,20 +77,19 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
 
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
     """Convert rows to the lines of a log; those of `with_units` include units and taps."""
-    lines: list[dict[str, Any]] = []
-    for step, bits in zip(rows.step.tolist(), rows.outcome.tolist(), strict=True):
-        words = [word for word, flag in _WORDS.items() if flag & bits]
-        lines.append({"step": step, "outcome": " ".join(words)})
+    columns = [(key, column.tolist(), int(x)) for key, column, x in _columns(rows, names)]
     sparse = int(Outcome.HAS_UNITS | Outcome.HAS_TAPS)
-    outcome = np.where(with_units, rows.outcome, rows.outcome & ~sparse)
-    for key, column, flags in _columns(rows, names):
-        for i in np.flatnonzero(outcome & int(flags) == int(flags)):
-            lines[i][key] = column[i].item()
-    return lines
+    outcome = np.where(with_units, rows.outcome, rows.outcome & ~sparse).tolist()
+    return [
+        {key: column[i] for key, column, flags in columns if flags & bits == flags}
+        | {"outcome": " ".join(word for word, flag in WORDS.items() if flag & bits)}
+        for i, bits in enumerate(outcome)
+    ]
 
 
 def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:
     """Yield the key of each number in a line, its column, and the flags of rows that have it."""
+    yield "step", rows.step, Outcome(0)
     yield "batch_id", rows.batch_id, Outcome.HAS_BATCH_ID
     yield "device", rows.device, Outcome.REPLICA_DIFFERS
     yield "loss", rows.loss, Outcome.HAS_LOSS

@@ -12,7 +12,7 @@ from .._errors import public
 from .._types import HostArray
 from ._log import LogSource
 from ._monitor import Monitor, read_log
-from ._rows import Names, Outcome, Rows
+from ._rows import KINDS, MEASURED, Names, Outcome, Rows
 
 _MAX_ROWS, _MAX_COLUMNS, _MAX_CAPTIONS = 40, 640, 12
 
@@ -21,11 +21,11 @@ _MAX_ROWS, _MAX_COLUMNS, _MAX_CAPTIONS = 40, 640, 12
 def plot_log(log: LogSource | Monitor) -> Any:
     """Plot the loss of a training run, and heat maps with one row per leaf, layer or tap.
 
-    The heat maps show the gradient norm and the ratio of update norm to parameter norm of at most
-    40 leaves or layers, those with incidents first, and the RMS of the activations at each tap, if
-    the log contains them. The color scale is logarithmic, from the 1st to the 99th percentile.
-    Non-finite values are red. A column that represents several steps shows their largest value. A
-    log without norms of units is plotted as lines.
+    The heat maps show the norms of gradient, update and parameters of at most 40 leaves or layers,
+    those with incidents first, and the RMS of the activations at each tap, if the log contains
+    them. The color scale is logarithmic, from the 1st to the 99th percentile. Non-finite values are
+    red. A column that represents several steps shows their largest value. A log without norms of
+    units is plotted as lines.
 
     Incidents are marked by vertical lines. The first of each streak has a number, and is described
     below the plot.
@@ -46,13 +46,14 @@ def plot_log(log: LogSource | Monitor) -> Any:
         >>> import gradclip_jax as gcx
         >>> log = [{"loss": 2.0, "gradient_norm/wi": 1.0, "gradient_norm/wo": 2.0}] * 3
         >>> [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(log).axes[:2]]
-        ['loss', 'gradient norm']
+        ['loss', 'norm of the gradient']
     """
     from matplotlib.figure import Figure
 
     monitor = log if isinstance(log, Monitor) else read_log(log)
     incidents = [x for x in monitor.incidents if x.step in monitor.rows.step]
-    panels = list(_panels(monitor.rows, monitor.names, [x.leaf for x in incidents]))
+    panels = _panels(monitor.rows, monitor.names, [x.leaf for x in incidents])
+    panels = [panel for panel in panels if panel[1].size]
     numbered = list(enumerate((x for x in incidents if x.streak == 1), 1))[-_MAX_CAPTIONS:]
     captions = [textwrap.fill(f"{i}  {x}", 140, subsequent_indent="    ") for i, x in numbered]
     heights = [max(1.2, 0.14 * len(labels)) for _, _, _, labels in panels]
@@ -80,23 +81,16 @@ def _panels(
 
     `leaves` are the units to show first.
     """
+    has_loss, has_taps = rows.has(Outcome.HAS_LOSS), rows.has(Outcome.HAS_TAPS)
+    yield "loss", rows.step[has_loss], rows.loss[has_loss], ()
     order = sorted(range(len(names.units)), key=lambda i: names.units[i] not in leaves)[:_MAX_ROWS]
-    units, taps = [names.units[i] for i in order], names.taps[:_MAX_ROWS]
-    gradient, update, parameter = np.moveaxis(rows.norms[:, :, 1:][:, :, order], 1, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(update == 0, 0, update / parameter)
-    has_units, has_gradient = rows.has(Outcome.HAS_UNITS), rows.has(Outcome.HAS_GRADIENT)
-    has_ratio = rows.has(Outcome.HAS_UPDATE) & rows.has(Outcome.HAS_PARAMETER) & has_units
-    rms = rows.taps[:, :_MAX_ROWS, 0, 1]
-    for title, is_known, values, labels in (
-        ("loss", rows.has(Outcome.HAS_LOSS), rows.loss, ()),
-        ("gradient norm", has_gradient & (not units), rows.norms[:, 0, 0], ()),
-        ("gradient norm", has_gradient & has_units, gradient, units),
-        ("norm of the update over norm of the parameters", has_ratio, ratio, units),
-        ("RMS of activations", rows.has(Outcome.HAS_TAPS), rms, taps),
-    ):
-        if is_known.any():
-            yield title, rows.step[is_known], values[is_known], labels
+    labels, columns = [names.units[i] for i in order], [1 + i for i in order]
+    for i, (kind, flag) in enumerate(zip(KINDS, MEASURED, strict=True)):
+        shown = rows.take(rows.has(flag) & (rows.has(Outcome.HAS_UNITS) | (not labels)))
+        values = shown.norms[:, i, columns] if labels else shown.norms[:, i, 0]
+        yield f"norm of the {kind}", shown.step, values, labels
+    rms = rows.taps[has_taps, :_MAX_ROWS, 0, 1]
+    yield "RMS of activations", rows.step[has_taps], rms, names.taps[:_MAX_ROWS]
 
 
 def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str]) -> None:

@@ -40,9 +40,9 @@ the number of consecutive skipped steps that lead to one."""
 EARLY, EARLY_RATIO = 64, 10.0
 """In the first steps of a run, a loss above `EARLY_RATIO` times the first one is an outlier."""
 
-MAX_REWINDS, FORGET = 3, 1000
-"""Number of rewinds after which the learning rate is lowered, and of steps without evidence for
-another after which they no longer count."""
+ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
+"""What evidence for a rewind leads to, each time, and the number of steps without any after which
+earlier rewinds no longer count."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -141,45 +141,40 @@ def _evidence(
     Yields:
         The step at which it is known, the action, the reason, and the batches to leave out.
     """
-    closed, is_skipped = ~rows.has(Outcome.HELD), rows.has(Outcome.SKIPPED)
+    closed, has_id = ~rows.has(Outcome.HELD), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(closed) - closed  # without an accumulation, each row is a window
-    steps, has_id = rows.step[closed], rows.has(Outcome.HAS_BATCH_ID)
+    is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
+    has_failed = is_skipped & rows.has(Outcome.GUARD_FAILED)
     num_bad, num_skipped = _run_lengths(is_bad, closed), _run_lengths(is_skipped, closed)
     num_open = _run_lengths(rows.has(Outcome.HELD | Outcome.EMPTY_WINDOW))
     _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal = ~parameter | (rows.has(Outcome.APPLIED) & ~update)
-    has_failed, differs = (rows.has(x) for x in (Outcome.GUARD_FAILED, Outcome.REPLICA_DIFFERS))
-    rewind, tried = ("rewind" if num_rewinds < MAX_REWINDS else "lower"), ""
-    if num_rewinds > MAX_REWINDS:
-        rewind = "stop"
-        tried = f"; {MAX_REWINDS} rewinds and a lower learning rate did not help"
-    nan, none = "the parameters are not finite", 0 * window
-    skips = f"{LONG} consecutive steps were skipped"
+    rewind = ACTIONS[min(num_rewinds, len(ACTIONS) - 1)]
+    tried, none = "; earlier rewinds did not help" if rewind == "stop" else "", 0 * window
     for action, reason, is_known, num_left_out in (
-        (rewind, nan + tried, is_fatal, np.maximum(num_bad, 1)),
-        ("stop", f"{nan}, and there is no checkpoint to restore", is_fatal, none),
-        (rewind, skips + tried, num_skipped == LONG, num_skipped),
-        ("stop", "guard_failed", has_failed & is_skipped, none),
+        (rewind, f"non-finite parameters{tried}", is_fatal, np.maximum(num_bad, 1)),
+        ("stop", "non-finite parameters and no checkpoint to restore", is_fatal, none),
+        (rewind, f"{LONG} consecutive skipped steps{tried}", num_skipped == LONG, num_skipped),
+        ("stop", "guard_failed", has_failed, none),
         ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),
         ("rewind", "replicas differ", differs & (num_rewinds == 0), none),
         ("stop", "hardware: replicas differ again", differs & (num_rewinds > 0), none),
     ):
         for t in np.flatnonzero(is_known):
-            is_left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
-            step = int(rows.step[t])
-            yield step, action, f"step {step}: {reason}", rows.batch_id[is_left_out].tolist()
-    bad = window[is_bad]
+            left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
+            batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
+            yield step, action, f"step {step}: {reason}", batch_ids
+    steps, bad = rows.step[closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:
             first, last, known = stretch[0], stretch[-1], stretch[-1] + GAP + 1
             if len(steps) - first >= LONG * 2**num_rewinds:
                 known = min(known, len(steps) - 1)
             if known < len(steps):
-                is_left_out = has_id & (window >= first) & (window <= last)
-                reason = f"outliers in {len(stretch)} of {last - first + 1} steps"
-                place = f"steps {steps[first]} to {steps[last]}"
-                batch_ids = rows.batch_id[is_left_out].tolist()
-                yield int(steps[known]), rewind, f"{place}: {reason}{tried}", batch_ids
+                counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
+                reason = f"steps {steps[first]} to {steps[last]}: {counts}{tried}"
+                left_out = has_id & (window >= first) & (window <= last)
+                yield int(steps[known]), rewind, reason, rows.batch_id[left_out].tolist()
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:

@@ -10,10 +10,8 @@ from .._checks import check_number
 from .._errors import public, value_error
 from .._types import HostArray
 from ._incident import Incident
+from ._log import WORDS
 from ._rows import Names, Outcome, Rows
-
-_FATES = Outcome.APPLIED, Outcome.HELD, Outcome.SKIPPED
-_CAUSES = Outcome.SKIPPED_NONFINITE, Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
 
 
 def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident]) -> str:
@@ -27,28 +25,22 @@ def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident
     """
     if not len(rows.step):
         return "no steps"
-    fates, causes = (
-        _listed({str(x.name).lower().removeprefix("skipped_"): rows.has(x).sum() for x in flags})
-        for flags in (_FATES, _CAUSES)
-    )
-    lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {fates}"]
-    lines[0] += f" ({causes})" if causes else ""
-    factors = rows.factors[rows.has(Outcome.APPLIED)]
-    if factors.size:
-        lines.append(f"clipped steps: {_shares(names.clips, np.mean(factors < 1, axis=0))}")
-    loss = rows.loss[rows.has(Outcome.HAS_LOSS)]
-    if loss.size:
-        lines.append(f"loss: {loss[0]:.4g} at first, {loss[-1]:.4g} at last")
+    fates = _listed({word: rows.has(flag).sum() for word, flag in WORDS.items()})
+    clipped = np.sum(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
+    by_clip = _listed(dict(zip(names.clips, clipped, strict=True)))
+    kinds = _listed(Counter(kind for x in incidents for kind in x.kinds))
+    lines = [
+        f"steps {rows.step[0]} to {rows.step[-1]}: {fates}",
+        *([f"clipped steps: {by_clip}"] if names.clips else []),
+        f"incidents: {len(incidents)} ({kinds})",
+        *(f"the last: {x}" for x in incidents[-1:]),
+    ]
     of_units = _gradient_norms(last.take(last.has(Outcome.HAS_UNITS)))
     of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
     if of_units[:, 1:].size:
         shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
-        largest = np.argsort(-shares)[:3]
-        text = _shares([names.units[i] for i in largest], shares[largest])
-        lines.append(f"largest shares of the squared gradient norm: {text}")
-    kinds = _listed(Counter(kind for x in incidents for kind in x.kinds))
-    lines.append(f"incidents: {len(incidents)}" + (f" ({kinds})" if kinds else ""))
-    lines += [f"the last: {x}" for x in incidents[-1:]]
+        largest = [f"{names.units[i]} {shares[i]:.0%}" for i in np.argsort(-shares)[:3]]
+        lines.append(f"largest shares of the squared gradient norm: {', '.join(largest)}")
     norms = _gradient_norms(rows)[:, 0]
     usual = norms[np.isfinite(norms) & (norms > 0)]
     if usual.size:
@@ -71,11 +63,7 @@ def _gradient_norms(rows: Rows) -> HostArray:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-
-
-def _shares(labels: Sequence[str], shares: HostArray) -> str:
-    return ", ".join(f"{x} {share:.0%}" for x, share in zip(labels, shares, strict=True))
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"
 
 
 @public
