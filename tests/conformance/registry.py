@@ -41,7 +41,7 @@ class Row:
     recovers: bool = True
     split_axis: int = 0
     scratch: float = 1.1
-    keeps_dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
+    keeps_dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
 
     @property
     def takes_axis_name(self) -> bool:

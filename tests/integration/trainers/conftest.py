@@ -7,5 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 collect_ignore_glob = [] if os.environ.get("TRAINER") else ["*.py"]
 sys.path.append(str(Path(__file__).parent))
+pytest.register_assert_rewrite("pairs")

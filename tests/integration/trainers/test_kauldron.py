@@ -4,15 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from flax import linen as nn
 from kauldron import kd
-from pairs import EVERY, NAMES, STEPS, STOP, check_same, of_optax, of_ours
+from pairs import BATCHES, STEPS, STOP, Run, TrainerTests, of_ours
 
 import gradclip_jax as gcx
-
-DATA = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype("float32")}
 
 
 class Model(nn.Module):
@@ -32,51 +28,43 @@ class Squares(kd.losses.Loss):
         return (preds - x[:, :1]) ** 2
 
 
-def trainer(tx, folder=None, steps=STEPS, **options):
+def trainer(tx, steps, folder=None):
+    data = {"x": BATCHES[0]}
+    saves = kd.ckpts.Checkpointer(save_interval_steps=STOP)
     return kd.train.Trainer(
         seed=0,
         workdir=folder or "/nowhere",
-        train_ds=kd.data.InMemoryPipeline(loader=lambda: DATA, batch_size=16, shuffle=False),
+        train_ds=kd.data.InMemoryPipeline(loader=lambda: data, batch_size=16, shuffle=False),
         model=Model(),
         train_losses={"squares": Squares()},
-        num_train_steps=steps,
+        num_train_steps=steps - 1,  # Kauldron trains for one step more
         optimizer=tx,
         writer=kd.train.metric_writer.NoopWriter(),
-        checkpointer=kd.ckpts.Checkpointer(save_interval_steps=STOP)
-        if folder
-        else kd.ckpts.NoopCheckpointer(),
-        **options,
+        checkpointer=saves if folder else kd.ckpts.NoopCheckpointer(),
     )
 
 
-def train(*args, **options):
-    return trainer(*args, **options).train()[0]
+class TestKauldron(TrainerTests):
+    beside_itself = {"rtol": 1e-6, "atol": 1e-7}
 
+    def train(self, tx, first=0, last=STEPS, start=None):
+        if isinstance(start, kd.train.TrainState):
+            state, run = start, trainer(tx, last)
+            batches = iter(run.train_ds.device_put())
+            for _ in range(first, last):
+                state, _ = run.trainstep.step(state, next(batches))
+        else:  # from the last checkpoint in a folder, or from the beginning
+            state, _ = trainer(tx, last, start).train()
+        assert len(jax.tree.leaves(state.params)[0].sharding.device_set) == jax.device_count()
+        return Run(state.params, state.opt_state, state)
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trains_as_with_optax(name):
-    ours, theirs = train(of_ours(name)), train(of_optax(name))
-    check_same(ours.params, theirs.params)
-    assert len(jax.tree.leaves(ours.params)[0].sharding.device_set) == jax.device_count()
-    assert gcx.metrics(ours.opt_state)["clip_factor"] < 1
+    def restored(self, tx, folder):
+        run = trainer(tx, STOP + 1, folder)
+        run.train()
+        state = run.checkpointer.restore(run.init_state())
+        return Run(state.params, state.opt_state, folder)
 
-
-def test_goes_on_in_mid_window(tmp_path):
-    whole = train(of_ours("both"))
-    half = train(of_ours("both"), tmp_path, STOP)
-    # Kauldron takes one step more than `num_train_steps`.
-    assert gcx.metrics(half.opt_state)["mini_step"] == (STOP + 1) % EVERY
-    rest = train(of_ours("both"), tmp_path)
-    check_same(rest.params, whole.params, rtol=1e-6, atol=1e-7)
-    assert gcx.metrics(rest.opt_state)["gradient_step"] == STEPS // EVERY
-
-
-def test_a_run_of_optax_goes_on_with_ours():
-    half = train(of_optax("accumulated"), None, STOP)
-    run = trainer(of_ours("both"))
-    state = gcx.convert_state(of_ours("both"), half.opt_state, half.params, reduction="mean")
-    state = half.replace(opt_state=state)
-    batches = iter(run.train_ds.device_put())
-    for _ in range(STOP, STEPS):
-        state, _ = run.trainstep.step(state, next(batches))
-    check_same(state.params, train(of_optax("accumulated")).params)
+    def converted(self, tx, half, folder):
+        state = gcx.convert_state(of_ours("both"), half.opt_state, half.params, reduction="mean")
+        state = half.replace(opt_state=state)
+        return state

@@ -3,8 +3,7 @@
 import flax
 import jax
 import netket as nk
-import pytest
-from pairs import EVERY, NAMES, STEPS, STOP, check_same, of_optax, of_ours
+from pairs import STEPS, STOP, Run, TrainerTests, check_same, of_optax, of_ours
 
 import gradclip_jax as gcx
 
@@ -21,39 +20,26 @@ def driver(tx, **options):
     return nk.driver.VMC(energy, tx, variational_state=vstate, **options)
 
 
-def train(tx, steps=STEPS, **options):
-    vmc = driver(tx, **options)
-    vmc.run(steps, out=nk.logging.RuntimeLog(), show_progress=False)
-    return vmc
+class TestNetKet(TrainerTests):
+    beside_optax = beside_itself = {"rtol": 1e-7, "atol": 1e-8}
 
+    def train(self, tx, first=0, last=STEPS, start=None, **options):
+        run = start or driver(tx, **options)
+        run.run(last - first, out=nk.logging.RuntimeLog(), show_progress=False)
+        return Run(run.state.parameters, run._optimizer_state, run)
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trains_as_with_optax(name):
-    ours, theirs = train(of_ours(name)), train(of_optax(name))
-    check_same(ours.state.parameters, theirs.state.parameters, rtol=1e-7, atol=1e-8)
-    assert gcx.metrics(ours._optimizer_state)["clip_factor"] < 1
+    def restored(self, tx, folder):
+        half = flax.serialization.to_bytes(self.train(tx, 0, STOP).rest)
+        rest = flax.serialization.from_bytes(driver(tx), half)
+        return Run(rest.state.parameters, rest._optimizer_state, rest)
 
+    def converted(self, tx, run, folder):
+        state = gcx.convert_state(tx, run._optimizer_state, run.state.parameters, reduction="mean")
+        run.optimizer = tx  # initializes a new state
+        run._optimizer_state = state
+        return run
 
-def test_trains_with_natural_gradients():
-    options = {"preconditioner": nk.optimizer.SR(diag_shift=0.1)}
-    ours, theirs = train(of_ours("both"), **options), train(of_optax("accumulated"), **options)
-    check_same(ours.state.parameters, theirs.state.parameters, rtol=1e-5, atol=1e-6)
-
-
-def test_goes_on_in_mid_window():
-    tx = of_ours("both")
-    whole, half = train(tx), train(tx, STOP)
-    assert gcx.metrics(half._optimizer_state)["mini_step"] == STOP % EVERY
-    rest = flax.serialization.from_bytes(driver(tx), flax.serialization.to_bytes(half))
-    rest.run(STEPS - STOP, out=nk.logging.RuntimeLog(), show_progress=False)
-    check_same(rest.state.parameters, whole.state.parameters, rtol=1e-7, atol=1e-8)
-
-
-def test_a_run_of_optax_goes_on_with_ours():
-    run, tx = train(of_optax("accumulated"), STOP), of_ours("both")
-    state = gcx.convert_state(tx, run._optimizer_state, run.state.parameters, reduction="mean")
-    run.optimizer = tx  # initializes a new state
-    run._optimizer_state = state
-    run.run(STEPS - STOP, out=nk.logging.RuntimeLog(), show_progress=False)
-    theirs = train(of_optax("accumulated"))
-    check_same(run.state.parameters, theirs.state.parameters, rtol=1e-7, atol=1e-8)
+    def test_trains_with_natural_gradients(self):
+        options = {"preconditioner": nk.optimizer.SR(diag_shift=0.1)}
+        pair = of_ours("both"), of_optax("accumulated")
+        check_same(*[self.train(tx, **options).params for tx in pair])

@@ -2,23 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from pairs import EVERYWHERE, NAMES, STEPS, STOP, check_same, of_optax, of_ours, on_all_devices
+from pairs import BATCHES, EVERYWHERE, SPREAD, STEPS, STOP, Run, TrainerTests, of_ours
 
 import gradclip_jax as gcx
-
-rng = np.random.default_rng(0)
-X = [on_all_devices(rng.normal(size=(16, 4)).astype("float32")) for _ in range(STEPS)]
-
-
-def start(tx):
-    rngs = nnx.Rngs(0)
-    model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), EVERYWHERE))
-    return model, optimizer
 
 
 @nnx.jit
@@ -28,52 +16,46 @@ def step(model, optimizer, x):
     return loss
 
 
-def train(model, optimizer, batches=X):
-    for x in batches:
-        step(model, optimizer, x)
-    return model, optimizer
+def on_all_devices(pair):
+    nnx.update(pair, jax.device_put(nnx.state(pair), EVERYWHERE))
+    return pair
 
 
-def params_of(pair):
-    return nnx.to_pure_dict(nnx.state(pair[0], nnx.Param))
+class TestNnx(TrainerTests):
+    passes_loss = True
 
+    def train(self, tx, first=0, last=STEPS, start=None):
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        model, optimizer = on_all_devices(start or (model, optimizer))
+        for x in BATCHES[first:last]:
+            step(model, optimizer, jax.device_put(x, SPREAD))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return Run(params, optimizer.opt_state, (model, optimizer))
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trains_as_with_optax(name):
-    theirs, ours = train(*start(of_optax(name))), train(*start(of_ours(name)))
-    check_same(params_of(ours), params_of(theirs))
-    assert gcx.metrics(ours[1].opt_state)["clip_factor"] < 1
+    def restored(self, tx, folder):
+        half = self.train(tx, 0, STOP)
+        return half._replace(rest=nnx.merge(*nnx.split(half.rest)))
 
+    def converted(self, tx, half, folder):
+        model, optimizer = half
+        params = nnx.state(model, nnx.Param)
+        state = gcx.convert_state(tx, optimizer.opt_state, params, reduction="mean")
+        ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        nnx.update(ours.opt_state, nnx.state(state))
+        return model, ours
 
-def test_a_run_of_optax_goes_on_with_ours():
-    model, optimizer = train(*start(of_optax("accumulated")), X[:STOP])
-    tx = of_ours("both")
-    params = nnx.state(model, nnx.Param)
-    state = gcx.convert_state(tx, optimizer.opt_state, params, reduction="mean")
-    ours = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    nnx.update(ours, jax.device_put(nnx.state(ours), EVERYWHERE))
-    nnx.update(ours.opt_state, nnx.state(state))
-    check_same(
-        params_of(train(model, ours, X[STOP:])), params_of(train(*start(of_optax("accumulated"))))
-    )
-
-
-def flushed(model, optimizer):
-    params = nnx.state(model, nnx.Param)
-    return gcx.flush(optimizer.tx, optimizer.opt_state, params)[1]
-
-
-def reset(model, optimizer):
-    return gcx.reset_accumulation(optimizer.opt_state)
-
-
-@pytest.mark.parametrize("change", [flushed, reset])
-def test_one_line_copies_a_changed_state_into_an_optimizer(change):
-    model, optimizer = train(*start(of_ours("both")), X[:STOP])
-    state = change(model, optimizer)
-    expected = gcx.metrics(state)
-    nnx.update(optimizer.opt_state, nnx.state(state))
-    assert gcx.metrics(optimizer.opt_state) == expected
-    at = int(expected["mini_step"])
-    train(model, optimizer, X[STOP : STOP + 1])
-    assert gcx.metrics(optimizer.opt_state)["mini_step"] == at + 1
+    @pytest.mark.parametrize("is_flushed", [True, False])
+    def test_one_line_copies_a_changed_state_into_an_optimizer(self, is_flushed):
+        model, optimizer = self.train(of_ours("both"), 0, STOP).rest
+        state, params = optimizer.opt_state, nnx.state(model, nnx.Param)
+        if is_flushed:
+            _, state = gcx.flush(optimizer.tx, state, params)
+        else:
+            state = gcx.reset_accumulation(state)
+        expected = gcx.metrics(state)
+        nnx.update(optimizer.opt_state, nnx.state(state))
+        assert gcx.metrics(optimizer.opt_state) == expected
+        rest = self.train(optimizer.tx, STOP, STOP + 1, (model, optimizer))
+        assert gcx.metrics(rest.state)["mini_step"] == int(expected["mini_step"]) + 1
