@@ -102,10 +102,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="two steps, one seed, the small GPT")
     options = parser.parse_args()
-    if options.quick:
-        options.only, options.steps, options.seeds = "107", 2, 1
     for name in MODELS:
         if options.only in name:
             table(name, options.steps, options.seeds)

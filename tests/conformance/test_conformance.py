@@ -266,14 +266,16 @@ def test_eight_devices_give_what_one_gives(name, mode):
         return
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh, specs = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2), ON_TWO_AXES
-    update = first_update(tx)
     if mode == "shard_map":
         mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
         matrix = P(*[None] * row.split_axis, "data")
         specs = {"w": matrix, "v": matrix, "b": P()}
-        update = first_update(tx, sharded((specs, specs), specs))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    updates = update(*[jax.device_put(tree, shardings) for tree in (grads, params)])
+    grads, params = jax.device_put((grads, params), (shardings, shardings))
+    if mode == "shard_map":
+        updates = first_update(tx, sharded((specs, specs), specs))(grads, params)
+    else:
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     close(updates, expected)
     for key, x in updates.items():
         assert x.sharding.is_equivalent_to(shardings[key], x.ndim)

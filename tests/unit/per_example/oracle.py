@@ -10,6 +10,10 @@ from gradclip_jax.per_example._gram import gram_terms, separate
 from gradclip_jax.per_example._loss import Loss
 
 
+def array(*shape, seed=0):
+    return (np.random.default_rng(seed).normal(size=shape) * 0.4).astype(np.float32)
+
+
 def widened(tree):
     def widen(x):
         kind = getattr(x, "dtype", None)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from models import EXAMPLES, TOKENS, WIDTH, array
-from oracle import assert_close, gradients, norms, weighted_mean
+from oracle import array, assert_close, gradients, norms, weighted_mean
 
 import gradclip_jax as gcx
+
+EXAMPLES, TOKENS, WIDTH = 3, 3, 16
 
 
 def loss(p, x):
@@ -58,37 +58,28 @@ def test_value_and_gradient_return_as_value_and_grad_does():
     assert_close(grads, jax.tree.map(lambda g: g.mean(0), written))
 
 
-@pytest.mark.parametrize(
-    ("max_norm", "reaction", "factor"),
-    [
-        (50.0, "zero", lambda n: n <= 50.0),
-        (50.0, lambda n, c: c / (n + 0.01), lambda n: 50.0 / (n + 0.01)),
-        (jnp.inf, lambda n, c: c / (n + 0.01), np.ones_like),  # disables every reaction
-    ],
-)
-def test_other_factors_of_the_norm(max_norm, reaction, factor):
-    grads, stats = clipped(max_norm, reaction=reaction)
-    wanted = factor(norms(oracle()[1]))
-    np.testing.assert_allclose(stats.factor, wanted, rtol=1e-5)
-    assert_close(grads, expected(wanted))
+def test_other_factors_of_the_norm_for_a_threshold_that_may_be_traced():
+    def reaction(norm, threshold):
+        return threshold / (norm + 0.01)
+
+    @jax.jit
+    def run(max_norm):
+        return gcx.per_example.value_and_grad(loss, max_norm, reaction=reaction)(PARAMS, BATCH)
+
+    # Infinity disables every reaction.
+    for max_norm, wanted in ((50.0, 50.0 / (norms(oracle()[1]) + 0.01)), (np.inf, np.ones(3))):
+        (_, stats), grads = run(max_norm)
+        np.testing.assert_allclose(stats.factor, wanted, rtol=1e-5)
+        assert_close(grads, expected(wanted))
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [("float16", 100.0), ("bfloat16", 1.0)])
-def test_the_mean_of_narrow_losses_is_summed_in_float32(dtype, weight):
+def test_the_mean_of_narrow_losses_is_summed_in_float32():
     def loss(w, x):
-        return (jnp.dot(w, x) * 250).astype(dtype), weight
+        return (jnp.dot(w, x) * 250).astype("float16"), 100.0
 
     run = gcx.per_example.value_and_grad(loss, 1.0, num_microbatches=32, has_weight=True)
-    (value, _), _ = jax.jit(run)(jnp.ones(4, dtype), jnp.ones((1024, 4), dtype))
-    assert value.dtype == dtype and float(value) == 1000
-
-
-def test_threshold_may_be_traced():
-    def step(count):
-        return gcx.per_example.value_and_grad(loss, optax.linear_schedule(1.0, 3.0, 2)(count))
-
-    traced = jax.jit(lambda count: step(count)(PARAMS, BATCH)[1])(2)
-    assert_close(traced, expected(np.minimum(1, 3 / norms(oracle()[1]))))
+    (value, _), _ = jax.jit(run)(jnp.ones(4, "float16"), jnp.ones((1024, 4), "float16"))
+    assert value.dtype == "float16" and float(value) == 1000
 
 
 def test_groups_are_clipped_by_their_own_norms():
@@ -117,39 +108,32 @@ def test_batch_without_examples_has_gradients_of_zero():
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
-@functools.cache
-def in_real_parts(parts):
-    def run(batch, count):
-        aux = lambda p, e: (loss(p, e[0]), (e[1], jnp.max(e[0])))  # noqa: E731
-        sizes = {"num_microbatches": parts, "num_real_microbatches": count}
-        options = {"has_aux": True, "has_weight": True}
-        return gcx.per_example.value_and_grad(aux, 1.0, **options, **sizes)(PARAMS, batch)
+def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers():
+    def with_aux(p, example):
+        return loss(p, example[0]), (example[1], jnp.max(example[0]))
 
-    return jax.jit(run)
+    @jax.jit
+    def run(count, *batch):
+        options = {"num_microbatches": EXAMPLES, "num_real_microbatches": count}
+        run = gcx.per_example.value_and_grad(
+            with_aux, 1.0, has_aux=True, has_weight=True, **options
+        )
+        return run(PARAMS, batch)
 
-
-@pytest.mark.parametrize(("parts", "count"), [(3, 0), (3, 1), (3, 3), (1, 0)])
-def test_examples_that_are_not_real_leave_no_trace_in_one_program_for_all_numbers(parts, count):
-    # The NaN of the examples that are not real would be seen even with weight 0.
-    is_real = np.arange(EXAMPLES) < count * EXAMPLES / parts
-    weights = np.where(is_real, np.float32([2, 1, 3]), np.nan)
-    batch = np.where(is_real[:, None, None], BATCH, np.nan).astype(np.float32)
-    run = in_real_parts(parts)
-    (value, stats), grads = run((batch, weights.astype(np.float32)), jnp.int32(count))
     values, written = oracle()
-    weights, norm = np.where(is_real, [2.0, 1, 3], 0), norms(written)
+    norm, tops = norms(written), BATCH.max((1, 2))
     factor = np.minimum(1, 1 / norm)
-    total = weights.sum() or 1.0
-    np.testing.assert_allclose(value, values @ weights / total, rtol=1e-5)
-    wanted = weighted_mean(written, factor * weights * EXAMPLES / total)
-    if count:
-        assert_close(grads, wanted)
-    else:
-        assert not any(np.any(g) for g in jax.tree.leaves(grads))
-    rows = (stats.value, stats.norm, stats.factor, stats.weight, stats.aux)
-    tops = np.max(np.asarray(BATCH), (1, 2))
-    for ours, exact in zip(rows, (values, norm, factor, weights, tops), strict=True):
-        np.testing.assert_allclose(ours, np.where(is_real, exact, 0), rtol=1e-5)
+    for count in (0, 1, 3):
+        # A NaN of an example that is not real would be seen even with weight 0.
+        is_real = np.arange(EXAMPLES) < count
+        batch = np.where(is_real[:, None, None], BATCH, np.nan).astype(np.float32)
+        (value, stats), grads = run(count, batch, np.where(is_real, np.float32([2, 1, 3]), np.nan))
+        weights = np.where(is_real, [2.0, 1, 3], 0)
+        total = weights.sum() or 1.0
+        np.testing.assert_allclose(value, values @ weights / total, rtol=1e-5)
+        assert_close(grads, weighted_mean(written, factor * weights * EXAMPLES / total))
+        for ours, exact in zip(stats, (values, norm, factor, weights, tops), strict=True):
+            np.testing.assert_allclose(ours, np.where(is_real, exact, 0), rtol=1e-5)
     assert run._cache_size() == 1
 
 
@@ -177,10 +161,10 @@ def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_
     assert_close(grads["a"], weighted_mean(written, np.minimum(1, 1 / norms(written))))
 
 
-@pytest.mark.parametrize("params", [{}, {"count": np.int32(3), "none": None}])
-def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero(params):
+def test_parameters_without_a_floating_point_leaf_have_gradients_of_norm_zero():
+    params = {"count": np.int32(3), "none": None}
     run = gcx.per_example.value_and_grad(lambda p, x: jnp.sum(x), 1.0)
-    (value, stats), grads = jax.jit(run)(params, BATCH)
+    (value, stats), grads = run(params, BATCH)
     np.testing.assert_allclose(value, BATCH.sum((1, 2)).mean(), rtol=1e-4)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     assert not np.any(stats.norm)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from models import conv
 from oracle import assert_sound, methods
 
 pytestmark = pytest.mark.slow
@@ -19,13 +18,18 @@ SHAPES = {
     "b": (W, W),
     "big": (2 * W, 2 * W),
     "stack": (3, W, W),
-    "kernel": (3, W, W),
     "image kernel": (3, 2, W // 2, W // 2),
     "kernel of groups": (2, 1, W // 2, W),
     "gates": (2 * W, 4 * W),
     "table": (VOCABULARY, W),
     "bias": (W,),
 }
+
+
+def conv(x, kernel, strides=(1, 1), padding="SAME", **options):
+    return jax.lax.conv_general_dilated(
+        x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+    )
 
 
 @jax.custom_vjp
@@ -38,11 +42,11 @@ through.defvjp(
 )
 
 
-def recurrent(p, h, w):
-    return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w + x), c), 0 * h[0], h)[1]
+def recurrent(p, h, ids):
+    return jax.lax.scan(lambda c, x: (jnp.tanh(c @ p["a"] + x), c), 0 * h[0], h)[1]
 
 
-def lstm(p, h):
+def lstm(p, h, ids):
     def step(carry, x):
         h, c = carry
         i, f, g, o = jnp.split(jnp.concatenate([h, x]) @ p["gates"], 4)
@@ -57,7 +61,7 @@ def image_conv(p, h, **options):
     return conv(h.reshape(1, -1, 2, W // 2), p["image kernel"], **options).reshape(h.shape)
 
 
-def layers(p, h):
+def layers(p, h, ids):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), h, p["stack"])[0]
 
 
@@ -69,14 +73,6 @@ def carried(p, h, change):
     return jax.lax.scan(step, (p["a"], 0 * h[0]), h)[1]
 
 
-def attention(h):
-    return jax.nn.softmax(h @ h.T) @ h
-
-
-def normalised(h):
-    return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 0.1)
-
-
 # Each takes parameters, tokens of an example, [T, W], and its numbers, [T], to new tokens.
 STEPS = {
     "dense": lambda p, h, ids: h @ p["a"],
@@ -84,15 +80,9 @@ STEPS = {
     "squared": lambda p, h, ids: h @ p["a"] @ p["a"],
     "low rank": lambda p, h, ids: h @ (p["a"][:, :2] @ p["b"][:2]),
     "block": lambda p, h, ids: h @ p["big"][1 : 1 + W, 3 : 3 + W],
-    "reshaped": lambda p, h, ids: h @ p["big"].reshape(4, W, W)[1],
-    "heads": lambda p, h, ids: jnp.einsum("td,dkn->tkn", h, p["b"].reshape(W, 3, 4)).reshape(
-        h.shape
-    ),
+    "heads": lambda p, h, ids: jnp.einsum("td,dkn->tkn", h, p["b"].reshape(W, 3, 4)).reshape(-1, W),
     "joined": lambda p, h, ids: h @ jnp.concatenate([p["a"][:, :5], p["b"][:, 5:]], 1),
-    "stacked": lambda p, h, ids: jnp.einsum("td,kde->te", h, jnp.stack([p["a"], p["b"]])),
-    "padded": lambda p, h, ids: jnp.pad(h, ((0, 0), (0, 2))) @ jnp.pad(p["b"], ((1, 1), (0, 0))),
     "masked": lambda p, h, ids: h @ jnp.where(np.arange(W) % 3 > 0, p["a"], 0.0),
-    "selected": lambda p, h, ids: h @ jax.lax.select_n(ids[0] % 3, p["a"], 2 * p["b"], p["a"].T),
     "picked": lambda p, h, ids: h @ p["stack"][ids[0] % 3],
     "picked, number out of range": lambda p, h, ids: (
         h @ jax.lax.dynamic_index_in_dim(p["stack"], ids[0] - 9, keepdims=False)
@@ -104,14 +94,11 @@ STEPS = {
     "custom": lambda p, h, ids: through(h, p["a"]),
     "embedded": lambda p, h, ids: h + p["table"][ids],
     "embedded by token": lambda p, h, ids: h + jax.vmap(lambda i: p["table"][i])(ids),
-    "joined tables": lambda p, h, ids: h + jnp.concatenate([p["table"], p["b"]])[ids + W],
     "one hot": lambda p, h, ids: h + jax.nn.one_hot(ids, VOCABULARY, dtype=h.dtype) @ p["table"],
     "tied head": lambda p, h, ids: jax.nn.log_softmax(h @ p["table"].T)[:, :W],
     "bias": lambda p, h, ids: h + p["bias"],
     "gain": lambda p, h, ids: h * p["bias"],
-    "convolution": lambda p, h, ids: jax.lax.conv_general_dilated(
-        h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-    )[0],
+    "convolution": lambda p, h, ids: image_conv(p, h),
     "convolution, dilated": lambda p, h, ids: image_conv(p, h, rhs_dilation=(2, 1)),
     "convolution, transposed": lambda p, h, ids: image_conv(
         p, h, strides=(2, 1), padding=((1, 1), (1, 0)), lhs_dilation=(2, 1)
@@ -119,22 +106,21 @@ STEPS = {
     "convolution of groups": lambda p, h, ids: conv(
         h[None, :, None], p["kernel of groups"], feature_group_count=2
     )[0, :, 0],
-    "recurrent": lambda p, h, ids: recurrent(p, h, p["a"]),
-    "lstm": lambda p, h, ids: lstm(p, h),
-    "layers": lambda p, h, ids: layers(p, h),
+    "recurrent": recurrent,
+    "lstm": lstm,
+    "layers": layers,
     "carried": lambda p, h, ids: carried(p, h, lambda w: 0.5 * (w + w)),
     "carried, changed": lambda p, h, ids: carried(p, h, lambda w: w + jnp.sin(w)),
     "branch": lambda p, h, ids: jax.lax.cond(ids[0] > 9, jnp.sin, jnp.cos, h @ p["a"]),
     "branch of weights": lambda p, h, ids: jax.lax.cond(
-        ids[0] > 9, lambda w: h @ w, lambda w: h @ w.T, p["b"]
+        ids[0] > 9, jnp.dot, lambda h, w: h @ w.T, h, p["b"]
     ),
     "jitted": lambda p, h, ids: jax.jit(lambda w, x: jnp.tanh(x @ w))(p["a"], h),
     "checkpointed": lambda p, h, ids: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p["b"], h),
     "by token": lambda p, h, ids: jax.vmap(lambda x: x @ p["a"])(h),
-    "attention": lambda p, h, ids: attention(h),
-    "normalised": lambda p, h, ids: normalised(h),
+    "attention": lambda p, h, ids: jax.nn.softmax(h @ h.T) @ h,
+    "normalised": lambda p, h, ids: jax.nn.standardize(h, epsilon=0.1),
     "all but one token": lambda p, h, ids: jnp.pad((h @ p["b"])[:-1], ((1, 0), (0, 0))),
-    "weights": lambda p, h, ids: h + 0.1 * jnp.sum(p["a"] ** 2),
 }
 
 
@@ -167,19 +153,31 @@ def test_random_loss_is_clipped_as_its_written_gradients(names, tokens, seed):
     assert_sound(loss, params, batch, rtol=5e-5, atol=1e-6, of_mean=1e-4)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_each_step_alone_is_exact(name):
-    loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
-    assert_sound(loss, params, batch, atol=1e-6, of_mean=2e-5)
+@pytest.mark.parametrize("first", range(12))
+def test_every_step_is_exact(first):
+    loss, (params, batch) = loss_of(list(STEPS)[first::12]), params_and_batch(2, 0)
+    assert_sound(loss, params, batch, atol=1e-6, of_mean=5e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dense", "transposed", "squared", "picked", "experts", "frozen", "custom", "embedded"]
-    + ["embedded by token", "picked, number out of range"]
-    + ["joined tables", "one hot", "tied head", "convolution", "recurrent", "lstm", "layers"]
-    + ["branch", "jitted", "checkpointed", "by token", "all but one token"],
-)
-def test_gradients_of_weights_are_kept_as_factors(name):
-    loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
-    assert "materialized" not in methods(loss, params, batch).values()
+def test_gradients_of_weights_are_kept_as_factors():
+    followed = [
+        "dense",
+        "transposed",
+        "squared",
+        "picked",
+        "picked, number out of range",
+        "experts",
+    ]
+    followed += [
+        "frozen",
+        "custom",
+        "embedded",
+        "embedded by token",
+        "one hot",
+        "tied head",
+        "lstm",
+    ]
+    followed += ["convolution", "recurrent", "layers", "branch", "jitted", "checkpointed"]
+    for name in [*followed, "by token", "all but one token"]:
+        loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
+        assert "materialized" not in methods(loss, params, batch).values(), name
