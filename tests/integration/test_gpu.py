@@ -18,7 +18,7 @@ import oracles
 
 # Norms in each dtype, at both ends of the range: the largest and the smallest magnitude.
 ENDS = {"float16": (3e4, 1e-6), "bfloat16": (1e18, 1e-13), "float32": (1e18, 1e-13)}
-SIZES = (1, 1_000, 300_000)
+SIZES = (1, 1_000, 100_000)
 PARAMS = {"w": (256, 256), "b": (256,)}
 
 
@@ -26,44 +26,43 @@ def ones():
     return {name: jnp.ones(shape) for name, shape in PARAMS.items()}
 
 
-@pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("dtype", ENDS)
-def test_norms_are_right_at_both_ends_of_the_range(dtype, end):
+def test_norms_are_right_at_both_ends_of_the_range(dtype):
     rng = np.random.default_rng(0)
-    tree = [jnp.asarray(ENDS[dtype][end] * rng.uniform(0.5, 1, n), dtype) for n in SIZES]
-    exact = oracles.global_norm([np.asarray(x).astype(np.float64) for x in tree])
-    np.testing.assert_allclose(jax.jit(gcx.global_norm)(tree), exact, rtol=1e-6)
-    norms = jax.jit(gcx.leaf_norms)(tree)
-    for x, norm in zip(tree, norms, strict=True):
-        exact = oracles.global_norm([np.asarray(x).astype(np.float64)])
-        np.testing.assert_allclose(norm, exact, rtol=1e-6)
+    norms = jax.jit(lambda tree: [gcx.global_norm(tree), *gcx.leaf_norms(tree)])
+    for end in ENDS[dtype]:
+        tree = [jnp.asarray(end * rng.uniform(0.5, 1, n), dtype) for n in SIZES]
+        exact = [oracles.global_norm(leaves) for leaves in (tree, *([x] for x in tree))]
+        np.testing.assert_allclose(norms(tree), exact, rtol=1e-6)
+
+
+def jitted(tx, **options):
+    def step(params, state, grads):
+        return gcx.apply_gradients(tx, grads, state, params)
+
+    return jax.jit(step, **options)
 
 
 def steps(tx):
     """A jitted step with donated parameters and state."""
-
-    def step(params, state, grads):
-        return gcx.apply_gradients(tx, grads, state, params)
-
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jitted(tx, donate_argnums=(0, 1))
 
 
 GATES = {
     "guard": lambda: gcx.skip_nonfinite(optax.adam(0.1)),
     "guard of the step": lambda: gcx.skip_nonfinite(optax.adam(0.1), check="step"),
-    "guarded accumulation": lambda: gcx.skip_nonfinite(
-        gcx.accumulate_gradients(optax.adam(0.1), 4)
-    ),
+    "both": lambda: gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 4)),
 }
 
 
 @pytest.mark.parametrize("name", GATES)
 def test_a_skipped_step_changes_nothing_and_frees_what_was_donated(name):
     tx = GATES[name]()
-    params, state = steps(tx)(ones(), tx.init(ones()), ones())
+    step = steps(tx)
+    params, state = step(ones(), tx.init(ones()), ones())
     before = jax.tree.map(np.array, (params, state.inner_state))
     bad = jax.tree.map(lambda x: x * jnp.nan, ones())
-    after, new_state = steps(tx)(params, state, bad)
+    after, new_state = step(params, state, bad)
     jax.tree.map(np.testing.assert_array_equal, (after, new_state.inner_state), before)
     assert int(new_state.skipped_nonfinite) == 1
     arrays = [x for x in jax.tree.leaves((params, state.inner_state)) if x.ndim]
@@ -94,14 +93,10 @@ def test_a_step_runs_in_place(name):
 def test_shard_map_on_one_device_equals_no_shard_map():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     tx = gcx.skip_nonfinite(optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1)))
-
-    def step(params, state, grads):
-        return gcx.apply_gradients(tx, grads, state, params)
-
-    spec = PartitionSpec()
+    spec, step = PartitionSpec(), jitted(tx)
     inside = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))
     args = ones(), tx.init(ones()), jax.tree.map(lambda x: 3 * x, ones())
-    expected, got = jax.jit(step)(*args), inside(*args)
+    expected, got = step(*args), inside(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, expected)
 
 

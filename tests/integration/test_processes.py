@@ -1,4 +1,4 @@
-"""Several processes, as on several hosts: the numbers of one, and no process left waiting."""
+"""Several processes, as on several hosts: the numbers of one."""
 
 import contextlib
 import json
@@ -18,8 +18,6 @@ from files import environment
 pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processes
 
 PATIENCE = 180  # seconds before a launch is given up; a quiet machine needs a tenth of it
-HEARTBEAT = 5  # seconds until the death of a process counts
-TRAINED = [*process_worker.LAYOUTS, "shard_map_window"]
 
 
 def free_port():
@@ -47,60 +45,34 @@ def run_together(commands, folder):
     return [(x.returncode, text) for x, text in zip(processes, texts, strict=True)]
 
 
-def launch(what, processes, folder, *options):
-    """Runs the worker in so many processes."""
-    common = [process_worker.__file__, what, "--of", processes, "--port", free_port(), *options]
-    commands = [[*common, "--process", i, "--out", folder / f"{i}.json"] for i in range(processes)]
-    return run_together(commands, folder)
-
-
 def without_paths(metrics):
     """The metrics of each call whose keys do not depend on how transformations are nested."""
     return [{key: x for key, x in call.items() if "/" not in key} for call in metrics]
 
 
 # One launch for all claims, since each starts JAX anew.
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_see_what_one_device_sees(processes, tmp_path):
-    ended = launch("train", processes, tmp_path)
-    for i, (code, log) in enumerate(ended):
-        assert code == 0, f"process {i} of {processes}:\n{log[-3000:]}"
-    texts = [(tmp_path / f"{i}.json").read_text() for i in range(processes)]
-    assert len(set(texts)) == 1  # bit for bit, or they would drift apart
+def test_two_processes_see_what_one_device_sees(tmp_path):
+    outs, port = [tmp_path / f"{i}.json" for i in range(2)], free_port()
+    worker = process_worker.__file__
+    ended = run_together([[worker, i, 2, port, out] for i, out in enumerate(outs)], tmp_path)
+    assert [code for code, _ in ended] == [0, 0], "\n".join(log[-3000:] for _, log in ended)
+    texts = [out.read_text() for out in outs]
+    assert texts[0] == texts[1]  # bit for bit, or they would drift apart
     seen = json.loads(texts[0])
-    for case, whole in {
-        "huge_norm": process_worker.HUGE,
-        "pipeline_stages": process_worker.values((4, 6, 3), 11),
-    }.items():
-        exact = oracles.global_norm([whole])
-        np.testing.assert_allclose(seen[case]["norm"], exact, rtol=3e-7, err_msg=case)
+    exact = oracles.global_norm([process_worker.values((4, 6, 3), 11)])
+    np.testing.assert_allclose(seen["pipeline_stages"]["norm"], exact, rtol=3e-7)
     assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
     action, _, good_step, batch_ids = seen["decision"]
     assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)
     is_bad = [i == process_worker.BAD_CALL for i in range(process_worker.CALLS)]
-    for case in TRAINED:
+    for case in (*process_worker.LAYOUTS, "shard_map_window"):
         expected, found = windows if case == "shard_map_window" else calls, seen[case]
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
         pair = without_paths(found["metrics"]), without_paths(expected["metrics"])
         chex.assert_trees_all_close(*pair, rtol=1e-5, atol=0)
-        for name, leaf in expected["params"].items():
-            np.testing.assert_allclose(found["params"][name], leaf, rtol=0, atol=1e-5)
-            assert np.isfinite(leaf).all()
+        chex.assert_trees_all_close(found["params"], expected["params"], rtol=0, atol=1e-5)
         # The NaN came in on the last process.
         assert np.isnan(found["loss"]).tolist() == is_bad
         assert found["metrics"][-1]["skipped_nonfinite"] == 1
-
-
-@pytest.mark.parametrize("who", [0, 1], ids=["coordinator", "other"])
-def test_death_of_a_process_ends_the_others_with_an_error(tmp_path, who):
-    started = time.monotonic()
-    ended = launch("die", 2, tmp_path, "--who", who, "--heartbeat", HEARTBEAT)
-    assert ended[who][0] == 7, ended[who][1][-3000:]
-    code, log = ended[1 - who]
-    assert code not in (0, 7), log[-3000:]
-    # It worked until then, and was not killed for waiting too long. (Step `DEATH - 1`, which the
-    # other process ended, it had begun; it may have been ended before it printed that.)
-    assert f"{process_worker.DEATH - 2} " in log
-    assert time.monotonic() - started < PATIENCE / 2

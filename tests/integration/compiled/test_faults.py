@@ -22,13 +22,11 @@ TOPOLOGY = {"cuda": "1x4x1", "tpu": "v5e:2x2"}[PLATFORM]
 
 PARTS = 4
 ROWS, WIDTH = 4096, 32  # of the embedding, more than any activation
-LAYOUTS = {  # of the embedding, on two chips by data and two by model
-    "replicated": P(),
-    "vocabulary": P("model"),
-    "width": P(None, "model"),
-}
+OPTIONS = [{}, {"accumulator_dtype": jnp.bfloat16}, {"has_weight": True}]
+# Of the embedding, on two chips by data and two by model.
+CASES = list(zip([P(), P("model"), P(None, "model")], OPTIONS, strict=True))
 if PLATFORM == "cuda":  # where it is not replicated, fusions compute with the number of the chip
-    LAYOUTS = {"replicated": P()}
+    CASES = [(P(), options) for options in OPTIONS]
 
 
 def loss(params, batch):
@@ -96,12 +94,7 @@ def is_wrong(text):
     return drops and reduced_in_loop(text) < ROWS * WIDTH // 2
 
 
-@pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulator_dtype": jnp.bfloat16}, {"reduction": "sum"}, {"has_weight": True}],
-    ids=str,
-)
+@pytest.mark.parametrize(("spec", "options"), CASES, ids=str)
 def test_gradient_of_an_embedding_is_summed_over_chips_once_and_right(spec, options):
     text = compiled(lambda params, batch: ours(params, batch, **options), spec)
     assert not is_wrong(text)
