@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -238,20 +238,8 @@ def norms(
     return run
 
 
-class _Sums(NamedTuple):
-    """Sums over examples.
-
-    Attributes:
-        grads: Weighted sum of the clipped gradients for each differentiated leaf.
-        value: Weighted sum of the loss values, without dropped examples, in at least float32.
-        kept: Sum of the weights, without dropped examples.
-        weight: Sum of all weights.
-    """
-
-    grads: list[Array]
-    value: Array
-    kept: Array
-    weight: Array
+_Sums: TypeAlias = tuple[list[Array], Array, Array, Array]
+"""Sums over examples: clipped gradients, loss values, weights without dropped examples, weights."""
 
 
 class _Clip(NamedTuple):
@@ -301,7 +289,7 @@ def _sums(clip: _Clip, examples: Examples, batch: Tree) -> tuple[_Sums, Stats]:
     norm = by_label(clip.groups, norms)
     factor = by_label(clip.groups, clip.factors(outputs, norms))
     stats = Stats(outputs.value, norm, factor, outputs.weight, outputs.aux)
-    return _Sums(grads, value, jnp.sum(kept), jnp.sum(weight)), stats
+    return (grads, value, jnp.sum(kept), jnp.sum(weight)), stats
 
 
 def _reduced(
@@ -311,7 +299,7 @@ def _reduced(
     spread = functools.partial(shard_axes, axis_name=axis_name)
     axes = frozenset[str]().union(*map(spread, jax.tree.leaves(examples.batch)))
     value, kept, weight = [sum_over(x, axes) for x in sums[1:]]
-    pairs = zip(sums.grads, examples.leaves, strict=True)
+    pairs = zip(sums[0], examples.leaves, strict=True)
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if is_mean:
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)

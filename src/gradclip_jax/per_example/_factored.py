@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,26 +49,18 @@ class Factor:
     size: int = 0
 
 
-class Axis(NamedTuple):
-    """One axis of the value of a term.
-
-    Attributes:
-        labels: Labels of the factor axes that are flattened into this axis in row-major order.
-            Empty for an axis of length one.
-        start: Index at which the product starts along this axis. The value is zero outside the
-            product.
-    """
-
-    labels: Labels = ()
-    start: int = 0
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Term:
-    """A product of factors, summed over all labels that do not appear in `axes`."""
+    """A product of factors, summed over all labels that do not appear in `axes`.
+
+    Attributes:
+        factors: Factors of the product.
+        axes: For each axis of the value, the labels that are flattened into it in row-major order.
+            Empty for an axis of length one.
+    """
 
     factors: tuple[Factor, ...]
-    axes: tuple[Axis, ...]
+    axes: tuple[Labels, ...]
 
     @functools.cached_property
     def sizes(self) -> dict[int, int]:
@@ -82,13 +74,13 @@ class Term:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the product before zero padding."""
-        return tuple([math.prod([self.sizes[k] for k in axis.labels]) for axis in self.axes])
+        """The shape of the value."""
+        return tuple([math.prod([self.sizes[k] for k in axis]) for axis in self.axes])
 
     @functools.cached_property
     def kept(self) -> Labels:
         """The labels that are not summed over, in the order of the value's axes."""
-        return tuple([k for axis in self.axes for k in axis.labels])
+        return tuple([k for axis in self.axes for k in axis])
 
     @property
     def dense(self) -> list[Factor]:
@@ -108,17 +100,19 @@ class Term:
         """Return a label that this term does not use."""
         return 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
 
-    def cut(self, label: int, low: int, high: int) -> "Term":
-        """Slice all factors along one label."""
+    def window(self, label: int, start: int, size: int) -> "Term":
+        """Slice or zero-pad one label of all factors to `size` elements, from index `start`."""
 
         def changed(f: Factor) -> Factor:
             if f.hot == label:
-                inside = (f.array >= low) & (f.array < high)
-                return replace(f, array=jnp.where(inside, f.array - low, -1), size=high - low)
-            if label not in f.labels:
-                return f
-            axis = f.labels.index(label)
-            return replace(f, array=lax.slice_in_dim(f.array, low, high, axis=axis))
+                moved = f.array - start
+                is_inside = (f.array >= 0) & (moved >= 0) & (moved < size)
+                return replace(f, array=jnp.where(is_inside, moved, -1), size=size)
+            widths = [
+                (-start, start + size - n, 0) if k == label else (0, 0, 0)
+                for k, n in zip(f.labels, f.array.shape, strict=True)
+            ]
+            return replace(f, array=lax.pad(f.array, jnp.zeros((), f.array.dtype), widths))
 
         return self.map(changed)
 
@@ -150,7 +144,7 @@ class Factored:
         shape = [1 if i is None else self.shape[i] for i in sources]
 
         def arranged(term: Term) -> Term:
-            return replace(term, axes=tuple(Axis() if i is None else term.axes[i] for i in sources))
+            return replace(term, axes=tuple(() if i is None else term.axes[i] for i in sources))
 
         return self.map(arranged, shape)
 
@@ -170,24 +164,14 @@ class Factored:
         """Add two factored arrays."""
         return replace(self, terms=self.terms + other.terms)
 
-    def window(self, axis: int, start: int, size: int) -> "Factored":
-        """Slice or zero-pad one axis to `size` elements, beginning at index `start`.
+    def has_one_label(self, axis: int) -> bool:
+        """Return whether this axis of the value is one axis of the factors of each term."""
+        return all(len(term.axes[axis]) == 1 for term in self.terms)
 
-        An axis that is sliced must have a single label.
-        """
-        terms: list[Term] = []
-        for term in self.terms:
-            (labels, first), length = term.axes[axis], term.shape[axis]
-            low, high = max(start - first, 0), min(start + size - first, length)
-            if low >= high:
-                continue
-            if high - low < length:
-                (label,) = labels
-                term = term.cut(label, low, high)
-            new = Axis(labels, max(first - start, 0))
-            terms.append(replace(term, axes=(*term.axes[:axis], new, *term.axes[axis + 1 :])))
+    def window(self, axis: int, start: int, size: int) -> "Factored":
+        """Slice or zero-pad an axis with one label to `size` elements, from index `start`."""
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return Factored(shape, self.dtype, tuple(terms))
+        return self.map(lambda term: term.window(term.axes[axis][0], start, size), shape)
 
     def stack(self, length: int, *, summed: bool) -> "Factored":
         """Label the leading axis of all factors, and either sum over this axis or keep it."""
@@ -195,7 +179,7 @@ class Factored:
         def stacked(term: Term) -> Term:
             k = term.fresh_label()
             labeled = term.map(lambda f: replace(f, labels=(k, *f.labels)))
-            return labeled if summed else replace(labeled, axes=(Axis((k,)), *term.axes))
+            return labeled if summed else replace(labeled, axes=((k,), *term.axes))
 
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
@@ -234,7 +218,7 @@ def product(
         labels = tuple([k for k in f.labels if sizes[k] != 1])
         return Factor(f.array.reshape([sizes[k] for k in labels]), labels)
 
-    places = [Axis(tuple([k for k in labels if sizes[k] != 1])) for labels in axes]
+    places = [tuple([k for k in labels if sizes[k] != 1]) for labels in axes]
     return Factored(like.shape, like.dtype, (Term(tuple(map(squeezed, factors)), tuple(places)),))
 
 
@@ -254,13 +238,8 @@ def as_array(value: Value) -> Array:
     """Materialize a factored array, and return an ordinary array unchanged."""
     if not isinstance(value, Factored):
         return value
-    pieces: list[Array] = []
-    for term in value.terms:
-        places = zip(term.axes, term.shape, value.shape, strict=True)
-        widths = [(axis.start, size - axis.start - inner, 0) for axis, inner, size in places]
-        piece = _multiply(term).astype(value.dtype)
-        pieces.append(lax.pad(piece, jnp.zeros((), value.dtype), widths))
-    return functools.reduce(jnp.add, pieces) if pieces else jnp.zeros(value.shape, value.dtype)
+    terms = [_multiply(term).astype(value.dtype) for term in value.terms]
+    return functools.reduce(jnp.add, terms) if terms else jnp.zeros(value.shape, value.dtype)
 
 
 def as_wide_array(value: Value) -> Array:

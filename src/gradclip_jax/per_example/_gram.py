@@ -7,7 +7,6 @@ between tokens, overflow or underflow makes a norm inaccurate, so that the gradi
 must be materialized. The bound does not include the rounding error of a plain sum.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from jax import lax
 from .._leaves import wide_dtype
 from .._types import Array, Scalar
 from ..clipping._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
-from ._factored import Axis, Factor, Factored, Labels, Term, Value, as_array, einsum
+from ._factored import Factor, Factored, Labels, Term, Value, as_wide_array, einsum
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon.
 # The error is small because backends sum over axes and tokens in blocks.
@@ -47,12 +46,9 @@ def root(total: Array, bound: Array, scale: float) -> Array:
 
 def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
-    total = error = zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
-    for part in separate(value):
-        terms = gram_terms(part)
-        of_part = _gram_square(terms, zero) if terms else (sum_squares(as_array(part), 1.0), zero)
-        total, error = total + of_part[0], error + of_part[1]
-    return total, error
+    zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
+    terms = gram_terms(value)
+    return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value), 1.0), zero)
 
 
 def sum_squares(x: Array, scale: float) -> Scalar:
@@ -61,37 +57,18 @@ def sum_squares(x: Array, scale: float) -> Scalar:
     return sum_of_squares(x, tuple(range(x.ndim)), dtype, jnp.asarray(scale, dtype))
 
 
-def separate(value: Value) -> Sequence[Value]:
-    """Split a gradient into blocks of terms that do not overlap.
-
-    If terms overlap only partially, return the materialized array.
-    """
-    if not isinstance(value, Factored):
-        return [value]
-    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Term]] = {}
-    for term in value.terms:
-        starts = tuple(axis.start for axis in term.axes)
-        at_start = replace(term, axes=tuple(Axis(axis.labels) for axis in term.axes))
-        parts.setdefault((starts, term.shape), []).append(at_start)
-    for window, other in itertools.combinations(parts, 2):
-        if all(a < b + m and b < a + n for a, n, b, m in zip(*window, *other, strict=True)):
-            return [as_array(value)]
-    wide = wide_dtype(value.dtype)
-    return [Factored(shape, wide, tuple(terms)) for (_, shape), terms in parts.items()]
-
-
-def gram_terms(part: Value) -> list[Term] | None:
+def gram_terms(value: Value) -> list[Term] | None:
     """Convert all terms to a common layout from which Gram matrices can be computed.
 
     Return None if the product is no larger than its factors or if there is no common layout.
     """
-    if not isinstance(part, Factored) or part.is_small():
+    if not isinstance(value, Factored) or value.is_small():
         return None
-    if len({tuple(term.sizes[k] for k in term.kept) for term in part.terms}) > 1:
+    if len({tuple(term.sizes[k] for k in term.kept) for term in value.terms}) > 1:
         return None
-    if any(set(term.hot.labels) & set(term.kept) for term in part.terms if term.hot):
+    if any(set(term.hot.labels) & set(term.kept) for term in value.terms if term.hot):
         return None
-    return _joined(list(map(_by_rows, part.terms)))
+    return _joined(list(map(_by_rows, value.terms)))
 
 
 # In the common layout, the axes of the value have the labels 0, 1, ..., n - 1.
@@ -115,7 +92,7 @@ def _by_rows(term: Term) -> Term:
         return Factor(array, (len(kept), *map(kept.index, own)), hot, f.size)
 
     factors = sorted(map(in_rows, term.factors), key=_kind)
-    return Term(tuple(factors), tuple(Axis((i,)) for i in range(len(kept))))
+    return Term(tuple(factors), tuple((i,) for i in range(len(kept))))
 
 
 Kind: TypeAlias = tuple[bool, int, Labels]

@@ -168,17 +168,17 @@ def sum_parts(
     if parts == 1 and real is None:
         return step(batch)
     run, output = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
+    zeros = jax.tree.map(zeros_of_type, output)
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
         def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             new, rows = run(index)
             return jax.tree.map(jnp.add, carry[0], new), rows
 
-        zero_rows = jax.tree.map(zeros_of_type, output[1])
+        carry = sums, zeros[1]
         if real is None:
-            return add((sums, zero_rows))
-        return run_if(index < jnp.asarray(real).astype(jnp.int32), add, (sums, zero_rows))
+            return add(carry)
+        return run_if(index < jnp.asarray(real, jnp.int32), add, carry)
 
-    zeros = jax.tree.map(zeros_of_type, output[0])
-    sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
+    sums, rows = lax.scan(body, zeros[0], jnp.arange(parts, dtype=jnp.int32))
     return sums, jax.tree.map(in_order, rows)

@@ -30,7 +30,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._factored import Axis, Factor, Factored, Labels, Term, Value, as_factored, product
+from ._factored import Factor, Factored, Labels, Term, Value, as_factored, product
 
 
 class Rule(NamedTuple):
@@ -110,27 +110,16 @@ def _rows_at(
     """Scatter rows to the indices `numbers` of a new axis; `windows` are the axes of a row."""
     terms: list[Term] = []
     for term in x.terms:
-        if term.shape != x.shape or term.hot:
+        if term.hot:
             return None
         hot = term.fresh_label()
-        labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a.labels]
+        labels = [k for i, a in enumerate(term.axes) if i not in windows for k in a]
         rows = Factor(numbers.reshape([term.sizes[k] for k in labels]), tuple(labels), hot, size)
         axes = [term.axes[i] for i in windows]
-        axes.insert(axis, Axis((hot,)))
-        kept = [_without_dropped(f, rows) for f in term.factors]
-        terms.append(Term((rows, *kept), tuple(axes)))
+        axes.insert(axis, (hot,))
+        terms.append(Term((rows, *term.factors), tuple(axes)))
     shape = [x.shape[i] for i in windows]
     return Factored((*shape[:axis], size, *shape[axis:]), x.dtype, tuple(terms))
-
-
-def _without_dropped(f: Factor, rows: Factor) -> Factor:
-    """Set the rows with index -1 to zero, because a dropped row may contain NaN."""
-    if not set(rows.labels) <= set(f.labels):
-        return f
-    order = [rows.labels.index(k) for k in f.labels if k in rows.labels]
-    others = [i for i, k in enumerate(f.labels) if k not in rows.labels]
-    is_kept = jnp.expand_dims((rows.array >= 0).transpose(order), others)
-    return replace(f, array=jnp.where(is_kept, f.array, 0))
 
 
 def _added_to(eqn: JaxprEqn) -> Sequence[int]:
@@ -202,18 +191,21 @@ def _add(_: JaxprEqn, x: Value, y: Value) -> Factored | None:
     return as_factored(x).add(as_factored(y)) if np.shape(x) == np.shape(y) else None
 
 
-def _concatenate(eqn: JaxprEqn, *values: Value) -> Factored:
-    aval, axis, offset = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
+def _concatenate(eqn: JaxprEqn, *values: Value) -> Factored | None:
+    """Represent joined arrays as a sum of arrays whose factors are padded with zeros."""
+    aval, axis, start = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
     total = Factored(aval.shape, aval.dtype)
     for value in map(as_factored, values):
-        total = total.add(value.window(axis, -offset, aval.shape[axis]))
-        offset += value.shape[axis]
+        if not value.has_one_label(axis):
+            return None
+        total = total.add(value.window(axis, -start, aval.shape[axis]))
+        start += value.shape[axis]
     return total
 
 
 def _split(eqn: JaxprEqn, x: Factored) -> list[Factored] | None:
     axis, sizes = eqn.params["axis"], list(map(int, eqn.params["sizes"]))
-    if any(len(term.axes[axis].labels) > 1 for term in x.terms):
+    if not x.has_one_label(axis):
         return None
     return [x.window(axis, sum(sizes[:i]), n) for i, n in enumerate(sizes)]
 

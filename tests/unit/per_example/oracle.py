@@ -6,7 +6,7 @@ import numpy as np
 import gradclip_jax as gcx
 from compat import x64
 from gradclip_jax.per_example._factored import as_factored
-from gradclip_jax.per_example._gram import gram_terms, separate
+from gradclip_jax.per_example._gram import gram_terms
 from gradclip_jax.per_example._loss import Loss
 
 
@@ -86,11 +86,9 @@ def methods(loss, params, batch):
         one = jax.tree.map(lambda x: x[0], examples.batch)
         outputs = examples.outputs_of_one(examples.leaves, one)
         for (path, _), grad in zip(jax.tree.leaves_with_path(params), outputs.grads, strict=True):
-            parts = list(map(as_factored, separate(grad)))
-            is_plain = all(len(term.factors) == 1 for part in parts for term in part.terms)
+            is_plain = all(len(term.factors) == 1 for term in as_factored(grad).terms)
             method = "materialized" if is_plain else "product"
-            is_gram = all(gram_terms(part) is not None for part in parts)
-            found[jax.tree_util.keystr(path)] = "gram" if is_gram else method
+            found[jax.tree_util.keystr(path)] = "gram" if gram_terms(grad) else method
         return outputs.value
 
     jax.eval_shape(visit, params, batch)
