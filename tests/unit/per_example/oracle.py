@@ -86,7 +86,8 @@ def methods(loss, params, batch):
         one = jax.tree.map(lambda x: x[0], examples.batch)
         outputs = examples.outputs_of_one(examples.leaves, one)
         for (path, _), grad in zip(jax.tree.leaves_with_path(params), outputs.grads, strict=True):
-            is_plain = all(len(term.factors) == 1 for term in as_factored(grad).terms)
+            terms = as_factored(grad).terms
+            is_plain = len(terms) > 0 and all(len(term.factors) == 1 for term in terms)
             method = "materialized" if is_plain else "product"
             found[jax.tree_util.keystr(path)] = "gram" if gram_terms(grad) else method
         return outputs.value

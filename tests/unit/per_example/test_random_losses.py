@@ -81,7 +81,10 @@ STEPS = {
     "low rank": lambda p, h, ids: h @ (p["a"][:, :2] @ p["b"][:2]),
     "block": lambda p, h, ids: h @ p["big"][1 : 1 + W, 3 : 3 + W],
     "heads": lambda p, h, ids: jnp.einsum("td,dkn->tkn", h, p["b"].reshape(W, 3, 4)).reshape(-1, W),
-    "joined": lambda p, h, ids: h @ jnp.concatenate([p["a"][:, :5], p["b"][:, 5:]], 1),
+    "joined": lambda p, h, ids: (h @ jnp.concatenate([p["a"], p["b"]], 1)).reshape(-1, 2, W)[:, 1],
+    "split": lambda p, h, ids: sum(jnp.tile(h, (1, 2)) @ w for w in jnp.split(p["gates"], 2, 1))[
+        :, :W
+    ],
     "masked": lambda p, h, ids: h @ jnp.where(np.arange(W) % 3 > 0, p["a"], 0.0),
     "picked": lambda p, h, ids: h @ p["stack"][ids[0] % 3],
     "picked, number out of range": lambda p, h, ids: (
@@ -160,24 +163,7 @@ def test_every_step_is_exact(first):
 
 
 def test_gradients_of_weights_are_kept_as_factors():
-    followed = [
-        "dense",
-        "transposed",
-        "squared",
-        "picked",
-        "picked, number out of range",
-        "experts",
-    ]
-    followed += [
-        "frozen",
-        "custom",
-        "embedded",
-        "embedded by token",
-        "one hot",
-        "tied head",
-        "lstm",
-    ]
-    followed += ["convolution", "recurrent", "layers", "branch", "jitted", "checkpointed"]
-    for name in [*followed, "by token", "all but one token"]:
+    changed = {"low rank", "block", "heads", "masked", "weight norm", "complex", "bias", "gain"}
+    for name in STEPS.keys() - changed - {"carried", "carried, changed", "branch of weights"}:
         loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
         assert "materialized" not in methods(loss, params, batch).values(), name
