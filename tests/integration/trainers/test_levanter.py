@@ -36,6 +36,12 @@ def as_run(state):
     return Run(params_of(state), state.opt_state, state)
 
 
+def with_state(tx, half):
+    state = gcx.convert_state(tx, half.opt_state, params_of(half), reduction="mean")
+    half = eqx.tree_at(lambda s: s.opt_state, half, state, is_leaf=lambda x: x is half.opt_state)
+    return type(half)(**{**vars(half), "optimizer": tx})
+
+
 class TestLevanter(TrainerTests):
     beside_itself = {"rtol": 1e-6, "atol": 1e-7}
     passes_loss = True
@@ -66,11 +72,7 @@ class TestLevanter(TrainerTests):
         return self.train(tx, STOP, STOP, folder=folder, load_checkpoint=True)
 
     def converted(self, tx, half, folder):
-        state = gcx.convert_state(tx, half.opt_state, params_of(half), reduction="mean")
-        half = eqx.tree_at(
-            lambda s: s.opt_state, half, state, is_leaf=lambda x: x is half.opt_state
-        )
-        return type(half)(**{**vars(half), "optimizer": tx})
+        return with_state(tx, half)
 
     def test_a_hook_logs_metrics_and_the_learning_rate(self):
         def with_rate(learning_rate):
