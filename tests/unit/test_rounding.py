@@ -43,17 +43,7 @@ def neighbours(exact):
 
 @pytest.mark.parametrize(
     ("param", "update"),
-    [
-        (1.0, 0.001),
-        (1.0, -0.0005),
-        (-3.0, 0.0021),
-        (100.0, 0.05),
-        (0.0, 1e-3),
-        (1e-3, -2.5e-3),
-        (-2.0, 1.9999),
-        (1e-20, 1e-22),
-        (3e38, -1e35),
-    ],
+    [(1.0, 0.001), (-3.0, 0.0021), (1e-3, -2.5e-3), (1e-20, 1e-22), (3e38, -1e35)],
 )
 def test_the_mean_over_many_is_the_exact_sum(param, update):
     size = 1 << 14
@@ -130,13 +120,6 @@ def test_held_and_skipped_steps_change_neither_parameters_nor_the_count():
 # --- devices -----------------------------------------------------------------------------------
 
 
-def example():
-    params = {"w": jnp.linspace(-1, 1, 64).reshape(16, 4), "b": jnp.ones(16)}
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), jax.tree.map(
-        lambda x: 1e-3 * x + 1e-4, params
-    )
-
-
 def stepped(params, updates):
     tx = gcx.round_stochastically()
     return gcx.apply_gradients(tx, updates, tx.init(params), params)[0]
@@ -146,10 +129,12 @@ def stepped(params, updates):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_get_the_bits_of_one_device(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    expected = jax.jit(stepped)(*example())
+    params = {"w": jnp.ones((16, 4), jnp.bfloat16), "b": jnp.ones(16, jnp.bfloat16)}
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, 1e-3), params)
+    expected = jax.jit(stepped)(params, updates)
     shardings = {"w": NamedSharding(mesh, SHARDS), "b": NamedSharding(mesh, WHOLE)}
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(tree, shardings) for tree in example()]
+        placed = [jax.device_put(tree, shardings) for tree in (params, updates)]
         compiled = jax.jit(stepped).lower(*placed).compile()
         found = compiled(*placed)
     chex.assert_trees_all_equal(found, expected)
@@ -169,10 +154,3 @@ def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
     assert len(copies) == 1
     shards = {np.float32(shard.data).tobytes() for shard in found["w"].addressable_shards}
     assert len(shards) == 8
-
-
-@pytest.mark.slow
-def test_replicas_stay_alike_where_types_are_silent():
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * 8), example())
-    found = jax.pmap(stepped, axis_name="data")(*stacked)
-    chex.assert_trees_all_equal(found, jax.tree.map(lambda x: jnp.stack([x[0]] * 8), found))

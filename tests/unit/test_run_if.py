@@ -16,8 +16,7 @@ from accumulation_cases import gradients, params_like
 X = jnp.array([1.0, -2.0, 3.0])
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_state_keeps_its_dtypes_whatever_the_step_returns(wrap):
+def test_a_state_keeps_its_dtypes_whatever_the_step_returns():
     carry = {
         "half": jnp.ones((2,), jnp.bfloat16),
         "count": jnp.int8(3),
@@ -37,7 +36,7 @@ def test_a_state_keeps_its_dtypes_whatever_the_step_returns(wrap):
 
     inner = optax.GradientTransformation(lambda params: carry, update)
     tx = gcx.accumulate_gradients(inner, 2)
-    state, step = tx.init(X), wrap(tx.update)
+    state, step = tx.init(X), jax.jit(tx.update)
     for half, count in ((1, 3), (3, 4)):
         _, state = step(X, state, X)
         chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_opt_state, carry)
@@ -45,16 +44,15 @@ def test_a_state_keeps_its_dtypes_whatever_the_step_returns(wrap):
         assert int(state.inner_opt_state["count"]) == count
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_apply_gradients_rounds_low_precision_parameters_once_under_strict_promotion(every):
+def test_apply_gradients_rounds_low_precision_parameters_once_under_strict_promotion():
     # The update, four times the gradient, is not rounded to bfloat16 before it is added.
-    tx = gcx.accumulate_gradients(optax.sgd(4.0), every)
+    tx = gcx.accumulate_gradients(optax.sgd(4.0), 2)
     step = jax.jit(functools.partial(gcx.apply_gradients, tx))
     params = params_like("bfloat16")
     exact = jax.tree.map(jnp.float32, params)
     state, exact_state = tx.init(params), tx.init(exact)
     with compat.strict():
-        for i in range(every):
+        for i in range(2):
             grads = gradients(i, params)
             params, state = step(grads, state, params)
             exact, exact_state = step(jax.tree.map(jnp.float32, grads), exact_state, exact)
@@ -68,7 +66,7 @@ def test_a_held_step_returns_the_parameters_themselves():
     assert all(a is b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(params), strict=True))
 
 
-@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("every", [None, 2])
 def test_a_parameter_without_gradient_stays_as_it_is(every):
     params = {"w": X, "n": jnp.array([1, 2])}
     grads = {"w": X, "n": np.zeros((2,), jax.dtypes.float0)}

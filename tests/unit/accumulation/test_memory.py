@@ -86,14 +86,6 @@ def test_a_step_inside_scan_copies_nothing_and_needs_the_gradient_as_scratch(nam
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_a_step_does_nothing_but_in_two_loops_of_zero_or_one_trip(name):
-    # One takes the step of the optimizer, the other adds to the accumulator.
-    text = compiled(apply_step, name).as_text()
-    assert large(text, loops=False) == [] and hlo.count(text, "while", loops=False) == 2
-    assert "copy" not in large(text, branches=True)
-
-
-@pytest.mark.parametrize("name", INNER)
 def test_a_step_known_to_hold_adds_to_the_accumulator_and_does_nothing_else(name):
     program = compiled(holds, name)
     assert large(program.as_text(), branches=True) == ["add"] * len(PARAMS)

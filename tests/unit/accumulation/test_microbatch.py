@@ -184,20 +184,6 @@ def test_what_is_not_real_is_not_run():
         assert len(calls) == count
 
 
-@pytest.mark.slow
-def test_second_derivatives_are_those_of_the_real_batch():
-    def norm(params, take, batch):
-        return optax.tree.norm(take(params, batch)[1])
-
-    def ours(params, count):
-        take = microbatched(loss, PARTS, num_real_microbatches=count)
-        return norm(params, take, arranged(3))
-
-    found = jax.jit(jax.grad(ours))(PARAMS, 3)
-    real = jax.tree.map(lambda x: x[: 3 * EACH], DATA)
-    agree(found, jax.grad(lambda p: norm(p, jax.value_and_grad(loss), real))(PARAMS))
-
-
 def test_each_device_may_have_a_number_of_its_own():
     counts = np.int32([3, 0, 1, 2, 4, 0, 3, 1])
 
@@ -302,23 +288,6 @@ def test_a_weight_of_40_000_is_right_in_every_dtype(dtype):
     take = jax.jit(microbatched(fun, 4, has_weight=True))
     ours = take(dtype(1), jnp.arange(8, dtype=dtype))
     assert [float(leaf) for leaf in jax.tree.leaves(ours)] == [3.5, 160_000, 3.5]
-
-
-@pytest.mark.slow
-def test_weights_can_be_differentiated_by():
-    # Learning to reweight examples: the gradient of a gradient by the weights in it.
-    def fun(w, batch):
-        weights = batch["weights"]
-        return jnp.sum(weights * (batch["x"] @ w) ** 2) / jnp.sum(weights), jnp.sum(weights)
-
-    def outer(weights, value_and_grad):
-        (value, _), grad = value_and_grad(PARAMS["w"][:, 0], {"x": X, "weights": weights})
-        return value + jnp.sum(jnp.sin(grad))
-
-    weights = 1.0 + jnp.arange(float(BATCH))
-    both = microbatched(fun, 4, has_weight=True), jax.value_and_grad(fun, has_aux=True)
-    ours, wanted = (jax.grad(outer)(weights, take) for take in both)
-    np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_function", [False, True])
