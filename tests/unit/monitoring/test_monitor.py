@@ -41,7 +41,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("every", [1, 5, 16])
+@pytest.mark.parametrize("every", [5, 16])
 def test_rows_and_incidents_do_not_depend_on_how_often_the_state_is_read(every):
     monitor, state, rows = gcx.Monitor(PARAMS), TX.init(PARAMS), []
     for first in range(0, 80, every):
@@ -50,19 +50,12 @@ def test_rows_and_incidents_do_not_depend_on_how_often_the_state_is_read(every):
         rows.append(report.rows)
         assert (report.step, report.lost_rows) == (first + every, 0)
         assert monitor.read(state).rows.step.size == 0  # nothing is read twice
+    assert monitor.read(train(state, 80, 100)).lost_rows == 4  # the ring has 16 rows
     rows = Rows.concatenate(rows)
     assert rows.step.tolist() == rows.batch_id.tolist() == list(range(80))
     assert rows.loss.tolist() == list(range(100, 20, -1))
-    assert [(x.step, x.leaf) for x in monitor.incidents if "nan" in x.kinds] == [
-        (x, "b") for x in (30, 31, 60)
-    ]
-
-
-def test_rows_that_were_overwritten_before_a_read_are_counted():
-    monitor, state = gcx.Monitor(PARAMS), TX.init(PARAMS)
-    for last, lost in ((16, 0), (40, 8), (41, 0)):
-        state = train(state, monitor.report.step, last)
-        assert monitor.read(state).lost_rows == lost
+    found = [(x.step, x.leaf) for x in monitor.incidents if "nan" in x.kinds]
+    assert found == [(30, "b"), (31, "b"), (60, "b")]
 
 
 def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
@@ -124,7 +117,7 @@ def test_a_checkpoint_of_any_library_holds_the_rows(library, tmp_path):
     else:
         restored = jax.tree.map(nnx.Variable, state)  # as `nnx.Optimizer` keeps them
     found, expected = (gcx.Monitor(PARAMS).read(x) for x in (restored, state))
-    assert [str(x) for x in found.incidents] == [str(x) for x in expected.incidents]
+    assert str(found.incidents) == str(expected.incidents) and found.incidents
     jax.tree.map(np.testing.assert_array_equal, found.rows, expected.rows)
 
 
@@ -143,23 +136,16 @@ def test_the_log_has_every_step_and_the_norms_of_units_around_incidents(tmp_path
     with_units = [line["step"] for line in steps if "gradient_norm/b" in line]
     assert with_units == [0, 50, *range(64, 79)]  # the rows of the read with the incident
     assert steps[70]["gradient_norm"] == "nan" and steps[3]["outcome"] == "applied clipped"
-    assert [x["sentence"] for x in seen if "sentence" in x] == [str(x) for x in monitor.incidents]
-    log = read_log(path)
-    assert log.names == monitor.names and log.rows.step.tolist() == list(range(96))
-    assert [str(x) for x in log.incidents] == [str(x) for x in monitor.incidents]
-    other = read_log([{f"g/{key}": x for key, x in line.items()} for line in seen])
-    assert str(other.incidents) == str(log.incidents) and other.names == log.names
+    for log in (read_log(path), read_log([{f"g/{key}": x for key, x in y.items()} for y in seen])):
+        assert log.names == monitor.names and log.rows.step.tolist() == list(range(96))
+        assert [str(x) for x in log.incidents] == [str(x) for x in monitor.incidents]
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, restarts):
     path = tmp_path / "run.jsonl"
-    monitor, state = gcx.Monitor(PARAMS, log=path), TX.init(PARAMS)
-    state = train(state, 0, 12)
-    monitor.read(state)
-    checkpoint = state
-    state = train(state, 12, 24)
-    monitor.read(state)
+    monitor, checkpoint = gcx.Monitor(PARAMS, log=path), train(TX.init(PARAMS), 0, 12)
+    monitor.read(checkpoint), monitor.read(train(checkpoint, 12, 24))
     if restarts:
         monitor = gcx.Monitor(PARAMS, log=path)
     report = monitor.read(train(checkpoint, 12, 20, seed=1))
@@ -169,9 +155,8 @@ def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, res
     lines = lines_of(path)
     assert [x["rewind_to"] for x in lines if "rewind_to" in x] == [12]
     assert [x["step"] for x in lines if x.get("step") == 15] == [15, 15]  # both lines are kept
-    rows = read_log(path).rows
+    rows, expected = read_log(path).rows, gcx.Monitor(PARAMS).read(state).rows
     assert rows.step.tolist() == list(range(28))
-    expected = gcx.Monitor(PARAMS).read(state).rows
     np.testing.assert_allclose(rows.norms[12:, 0, 0], expected.norms[:, 0, 0], rtol=1e-6)
     assert monitor.summary().startswith("steps 0 to 27: 28 applied")
 
@@ -216,17 +201,11 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
     text, max_norm = monitor.summary(), gcx.diagnostics.suggest_max_norm(rows)
     assert max_norm == np.nanmedian(rows.norms[:, 0, 0])
     assert len(text.splitlines()) <= 10
-    for words in (
-        "steps 0 to 19: 18 applied, 17 clipped, 2 skipped, 2 skipped_nonfinite",
-        "clipped steps: 17 clip_factor",
-        "non-finite in 2 steps",
-        "largest shares of the squared gradient norm: b ",
-        "incidents: 2 (2 nan, 2 skipped)",
-        "the last: step 8, batch 8: skipped",
-        f"suggested max_norm: {max_norm:.2g}",
-        "which would have skipped 2 of 20 steps",
-    ):
-        assert words in text
+    assert "steps 0 to 19: 18 applied, 17 clipped, 2 skipped, 2 skipped_nonfinite" in text
+    assert "clipped steps: 17 clip_factor" in text and "non-finite in 2 steps" in text
+    assert "largest shares of the squared gradient norm: b " in text
+    assert "2 (2 nan, 2 skipped)" in text and "the last: step 8, batch 8: skipped" in text
+    assert f"max_norm: {max_norm:.2g}" in text and "have skipped 2 of 20 steps" in text
 
 
 def titles(figure):
@@ -258,21 +237,14 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     [
         ("nan skipped", {"norm": math.nan, "bad_elements": 1, "leaf": "a"},
          "skipped, gradient norm NaN; 1 non-finite element in a"),
-        ("infinity", {"norm": math.inf, "bad_elements": 9, "leaf": "a", "share": 0.3, "loss": 2.0},
-         "applied, gradient norm inf; 9 non-finite elements, 30 % of them in a; loss 2"),
         ("norm clipped", {"norm": 9.0, "norm_threshold": 4.0, "leaf": "a", "share": 0.6,
                           "second_leaf": "b", "second_share": 0.2, "streak": 2, "first_step": 3},
          "clipped, gradient norm 9 (threshold 4); 60 % of it in a, 20 % in b; 2 times since step 3"),
         ("leaf unchanged", {"leaf": "a", "share": 0.0, "second_leaf": "b", "leaf_rise": 12.0},
          "parameters unchanged, gradient norm 1; "
          "gradient norm of a rose 12 times more than those of other leaves"),
-        ("parameter leaf", {"leaf": "a", "share": 0, "parameter_norm": math.nan},
-         "applied, gradient norm 1; parameter norm is not finite in a"),
         ("parameter", {"leaf": "a", "share": 0, "parameter_norm": 1e30},
          "applied, gradient norm 1; parameter norm rose to 1e30 in a"),
-        ("zero", {"norm": 0.0, "leaf": "a"}, "applied, gradient norm 0; the gradient has become zero"),
-        ("update window", {"norm": None, "update_norm": 8.0, "update_threshold": 2.0},
-         "applied, no gradient; update norm 8 (threshold 2); the weight of the accumulated window is zero"),
         ("drift tap", {"leaf_rise": 5.0, "tap": "activation of x", "tap_rise": 1e5, "activation": "x"},
          "applied, gradient norm 1; gradient norm slowly rose 5 times; "
          "RMS of the activation of x rose 1e5 times; first non-finite activation: x"),

@@ -222,13 +222,6 @@ def test_replicas_that_differ_rewind_and_those_that_differ_again_are_the_hardwar
     assert "hardware" in run.last.reason
 
 
-def test_a_restarted_job_repeats_rows_without_a_rewind():
-    run = Run(saved=[0])
-    run.read(60, bad=[55, 56])
-    run.rewind(step=50, leave_out=False)
-    assert run.read(30, bad=[57]) == "continue"
-
-
 def test_a_policy_from_a_log_knows_a_pending_rewind_and_how_many_there_were():
     run, events = Run(saved=[0]), []
     for _ in range(2):
