@@ -170,7 +170,7 @@ def decision():
     rows.step[:] = rows.batch_id[:] = np.arange(100)
     rows.outcome[:] = int(Outcome.APPLIED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID)
     bad = [Incident(step, ("loss",), 1.0) for step in (50, 51, 52)]
-    return Policy().update(rows, bad if is_first else [], [0] if is_first else [])
+    return Policy().update(rows, bad if is_first else [], saved=[0] if is_first else [])
 
 
 def main():

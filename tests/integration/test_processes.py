@@ -62,7 +62,7 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
     exact = oracles.global_norm([process_worker.values((4, 6, 3), 11)])
     np.testing.assert_allclose(seen["pipeline_stages"]["norm"], exact, rtol=3e-7)
     assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
-    action, _, good_step, batch_ids = seen["decision"]
+    _, action, _, good_step, batch_ids, _ = seen["decision"]
     assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)

@@ -14,7 +14,7 @@ from ._log import LogSource
 from ._monitor import Monitor, read_log
 from ._rows import KINDS, MEASURED, Names, Outcome, Rows
 
-_MAX_ROWS, _MAX_COLUMNS, _MAX_CAPTIONS = 40, 640, 12
+_MAX_ROWS, _MAX_CAPTIONS = 40, 12
 
 
 @public
@@ -24,8 +24,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
     The heat maps show the norms of gradient, update and parameters of at most 40 leaves or layers,
     those with incidents first, and the RMS of the activations at each tap, if the log contains
     them. The color scale is logarithmic, from the 1st to the 99th percentile. Non-finite values are
-    red. A column that represents several steps shows their largest value. A log without norms of
-    units is plotted as lines.
+    red. A log without norms of units is plotted as lines.
 
     Incidents are marked by vertical lines. The first of each streak has a number, and is described
     below the plot.
@@ -101,12 +100,10 @@ def _draw(axis: Any, steps: HostArray, values: HostArray, labels: Sequence[str])
         axis.plot(steps, values, linewidth=1)
         axis.set_yscale("linear" if np.any(values <= 0) else "log")
         return
-    starts = np.unique(np.linspace(0, len(steps), _MAX_COLUMNS, endpoint=False, dtype=int))
-    values = np.where(np.isfinite(values), values, np.nan)
-    values = np.maximum.reduceat(values, starts).T  # NaN if one is NaN
+    values = np.where(np.isfinite(values), values, np.nan).T
     positive = values[values > 0]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
-    edges = np.append(steps[starts], steps[-1] + 1), np.arange(len(labels) + 1) - 0.5
+    edges = np.append(steps, steps[-1] + 1), np.arange(len(labels) + 1) - 0.5
     options = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01), "rasterized": True}
     colors = matplotlib.colormaps["viridis"].with_extremes(bad="tab:red")
     mesh = axis.pcolormesh(*edges, np.maximum(values, low), cmap=colors, **options)

@@ -44,6 +44,9 @@ ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
 """What evidence for a rewind leads to, each time, and the number of steps without any after which
 earlier rewinds no longer count."""
 
+_HARMFUL = {"loss", "nan", "infinity"}
+"""Kinds of incidents in bad rows. The loss tells whether an outlier of a norm did harm."""
+
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
 
@@ -178,11 +181,9 @@ def _evidence(
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return which steps were applied although the loss, or without one a norm, is an outlier."""
-    kinds, first = {"loss", "nan", "infinity"}, rows.loss[:1]
-    if not rows.has(Outcome.HAS_LOSS).any():  # the loss tells whether an outlier of a norm did harm
-        kinds |= {"norm", "update"}
-    bad = [x.step for x in incidents if not kinds.isdisjoint(x.kinds)]
+    """Return which steps were applied although the loss is an outlier or a gradient not finite."""
+    bad = [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)]
+    first = rows.loss[:1]
     is_early = (rows.step < EARLY) & (rows.loss > EARLY_RATIO * first) & (first > 0)
     return rows.has(Outcome.APPLIED) & (np.isin(rows.step, bad) | is_early)
 

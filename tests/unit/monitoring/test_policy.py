@@ -113,13 +113,6 @@ def test_an_early_stretch_needs_no_incidents():
     assert run.read(32, loss={2: 30.0}) == "continue" and run.read(3) == "save"
 
 
-def test_without_a_loss_the_norms_tell_whether_a_step_did_harm():
-    unknown = dict.fromkeys(range(90), int(GOOD & ~Outcome.HAS_LOSS))
-    for columns, action in (({"outcome": unknown}, "rewind"), ({}, "continue")):
-        run = Run(saved=[0])
-        assert run.read(90, bad=[70, 71, 72], kinds=("norm",), **columns) == action
-
-
 def test_a_stretch_of_windows_leaves_out_all_their_micro_batches():
     run = Run(saved=[0])
     held = {step: int(HELD) for step in range(400) if step % 4 != 3}
