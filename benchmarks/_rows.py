@@ -187,7 +187,7 @@ ROWS = {
     'skip_nonfinite(check="step")': Row(
         _applied(gcx.skip_nonfinite(_ADAMW, check="step")), "apply_if_finite"
     ),
-    "skip_large_norm": Row(_applied(gcx.skip_large_norm(_ADAMW, 10.0)), "apply_if_finite"),
+    "skip_spikes(norm=10.0)": Row(_applied(gcx.skip_spikes(_ADAMW, norm=10.0)), "apply_if_finite"),
     "skip_spikes": Row(_applied(_SPIKES), "apply_if_finite"),
     "dynamic_loss_scale": Row(_applied(gcx.dynamic_loss_scale(_ADAMW)), "apply_if_finite"),
     "accumulate_gradients(clip)": Row(_applied(_ACCUMULATED), "MultiSteps(clip)", True),

@@ -100,7 +100,7 @@ def methods(fault: Fault) -> dict[str, Callable[[], Any]]:
         return multi_steps(guarded, every) if fault.accumulates else guarded
 
     def ours() -> Any:
-        inner = gcx.skip_large_norm(optimizer(), 50.0)
+        inner = gcx.skip_spikes(optimizer(), norm=50.0)
         inner = gcx.accumulate_gradients(inner, every) if fault.accumulates else inner
         return gcx.skip_nonfinite(inner, check="step")
 

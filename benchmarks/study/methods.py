@@ -124,7 +124,7 @@ METHODS = (
     ),
     Method(
         "skip on norm", "z_threshold", 6.0, times(6.0),
-        around(lambda inner, z: gcx.skip_large_norm(inner, thresholds.zscore(z))),
+        around(lambda inner, z: gcx.skip_spikes(inner, norm=thresholds.zscore(z))),
     ),
     Method(
         "skip on loss", "z_threshold", 6.0, times(6.0),

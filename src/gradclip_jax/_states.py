@@ -138,7 +138,7 @@ def has_updated(state: Tree) -> Array:
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.skip_nonfinite(gcx.skip_large_norm(optax.sgd(1.0), 10.0))
+        >>> tx = gcx.skip_nonfinite(gcx.skip_spikes(optax.sgd(1.0), norm=10.0))
         >>> params = jnp.zeros(1)
         >>> state, steps = tx.init(params), 0
         >>> for grad in (1.0, jnp.nan, 50.0, 2.0):

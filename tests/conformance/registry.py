@@ -96,7 +96,6 @@ TRANSFORMATIONS: dict[str, Row] = {
         around=partial(gcx.accumulate_gradients, every=1),
     ),
     "skip_nonfinite": wrapper(gcx.skip_nonfinite),
-    "skip_large_norm": wrapper(gcx.skip_large_norm, max_norm=100.0),
     "skip_spikes": wrapper(gcx.skip_spikes, norm=100.0),
     "skip_if": wrapper(gcx.skip_if, predicate=lambda *args, **kwargs: False),
     # The unscaled gradient, and a flag for each element.

@@ -9,7 +9,7 @@ What has only one place in the library is tested there, in depth:
 | 2 unclipped is unchanged | unchanged_bit_for_bit | clipping/test_formula |
 | 3 the norm after clipping | are_bounded_after_clipping | clipping/test_grid |
 | 4 exact norms | | clipping/test_norm, test_gpu |
-| 5 no bad value stays | does_not_outlive_its_step | guarding/test_faults |
+| 5 no bad value stays | does_not_outlive_its_step | test_gates_machine |
 | 6 fixed states | have_the_types, one_trace_and_donated | accumulation/test_transform |
 | 7 eager, jit, vmap, pmap | eager_and_jit, vmap_is | clipping/test_clip |
 | 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |

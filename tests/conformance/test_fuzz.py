@@ -80,7 +80,7 @@ LAYERS = {
     ),
     "new clip": (_identity, partial(optax.chain, gcx.clip_by_leaf_norm(1e3))),
     "new watch": (_identity, gcx.watch),
-    "new spike guard": (_identity, lambda inner: gcx.skip_large_norm(inner, 1e6)),
+    "new spike guard": (_identity, lambda inner: gcx.skip_spikes(inner, norm=1e6)),
     "guard": (lambda inner: optax.apply_if_finite(inner, 100), gcx.skip_nonfinite),
     "window": (
         lambda inner: optax.MultiSteps(inner, 3).gradient_transformation(),
@@ -142,7 +142,7 @@ rules = st.sampled_from(sorted(RULES))
 def skips_in_a_row(norm_rule, loss_rule):
     """A program that runs `skip_spikes` on rows of norm and loss."""
     norm, loss = RULES[norm_rule](), RULES[loss_rule]()
-    tx = gcx.skip_spikes(optax.sgd(0.1), norm=norm, loss=loss, relearn_after=5)
+    tx = gcx.skip_spikes(optax.sgd(0.1), norm=norm, loss=loss)
 
     def call(state, row):
         _, state = tx.update(row[:1], state, jnp.zeros(1), value=row[1])

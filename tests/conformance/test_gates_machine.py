@@ -25,7 +25,7 @@ LIMIT, SCALE = {"max_consecutive_skips": 5}, {"init_scale": 8.0, "growth_interva
 GUARDS = {
     "nonfinite": (gcx.skip_nonfinite, LIMIT, {"kind": "nonfinite"}),
     "step": (gcx.skip_nonfinite, LIMIT | {"check": "step"}, {"kind": "nonfinite", "check": "step"}),
-    "norm": (gcx.skip_large_norm, LIMIT | {"max_norm": 10.0}, {"norm": 10.0}),
+    "norm": (gcx.skip_spikes, LIMIT | {"norm": 10.0}, {"norm": 10.0}),
     "loss": (gcx.skip_spikes, LIMIT | {"loss": 4.0}, {"loss": 4.0}),
     "both": (gcx.skip_spikes, LIMIT | {"norm": 10.0, "loss": 4.0}, {"norm": 10.0, "loss": 4.0}),
     "scale": (gcx.dynamic_loss_scale, SCALE, {"kind": "scale"}),

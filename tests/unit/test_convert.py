@@ -152,7 +152,7 @@ ADDED = {
         lambda tx: accumulate(gcx.skip_nonfinite(tx), EVERY),
     ),
     "a guard of another kind": (
-        lambda tx: gcx.skip_large_norm(tx, 1e3),
+        lambda tx: gcx.skip_spikes(tx, norm=1e3),
         lambda tx: gcx.dynamic_loss_scale(tx, init_scale=1.0),
     ),
     "a clip taken out of a window": (
@@ -176,10 +176,10 @@ def test_what_is_added_starts_anew_and_can_be_taken_away(before, after):
 
 
 def test_a_guard_with_another_rule_starts_anew_and_arrays_are_cast():
-    old = gcx.skip_large_norm(optax.adam(0.1), 9.0)
+    old = gcx.skip_spikes(optax.adam(0.1), norm=9.0)
     params, state = run(old, old.init(PARAMS), PARAMS, range(3))
     adam = optax.adam(0.1, mu_dtype=jnp.bfloat16)
-    new = gcx.skip_large_norm(adam, gcx.thresholds.mean_std(50.0))
+    new = gcx.skip_spikes(adam, norm=gcx.thresholds.mean_std(50.0))
     there, first = gcx.convert_state(new, state, params), new.init(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(there, first)
     assert_alike(there._replace(inner_state=()), first._replace(inner_state=()))
@@ -199,7 +199,7 @@ def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
     assert_alike(gcx.convert_state(of_another_kind, state, params), of_another_kind.init(PARAMS))
 
 
-SPIKES = functools.partial(gcx.skip_large_norm, max_norm=gcx.thresholds.mean_std(warmup_steps=2))
+SPIKES = functools.partial(gcx.skip_spikes, norm=gcx.thresholds.mean_std(warmup_steps=2))
 LEARNED = gcx.clip_by_global_norm(gcx.thresholds.ema(warmup_steps=1))
 
 

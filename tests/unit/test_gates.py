@@ -16,7 +16,7 @@ from guard_cases import SHARDS, WHOLE, calls, sharded
 
 gradient = partial(gcx.skip_nonfinite, check="gradient")
 step = partial(gcx.skip_nonfinite, check="step")
-spikes = partial(gcx.skip_large_norm, max_norm=1e4)
+spikes = partial(gcx.skip_spikes, norm=1e4)
 scale = partial(gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, check="step")
 
 
@@ -25,14 +25,10 @@ def acc(inner, every=2, **options):
 
 
 NESTS = {
-    "skip": lambda skip, opt: skip(opt),
     "skip(skip)": lambda skip, opt: skip(skip(opt)),
     "skip(acc)": lambda skip, opt: skip(acc(opt)),
-    "acc(skip)": lambda skip, opt: acc(skip(opt)),
-    "skip(acc(skip))": lambda skip, opt: skip(acc(skip(opt))),
     "skip(spikes(acc(spikes(skip))))": lambda skip, opt: skip(spikes(acc(spikes(skip(opt))))),
 }
-ways = pytest.mark.parametrize("fast", [False, True], ids=["update", "apply_gradients"])
 
 
 # --- derivatives ----------------------------------------------------------------------------
@@ -47,12 +43,7 @@ def scaled(grads, state, params):
 SMOOTH = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), scaled)
 GATES = {
     "accumulation": acc(SMOOTH),
-    "every step": acc(SMOOTH, 1),
-    "guard": gradient(SMOOTH),
     "guard of steps": step(SMOOTH),
-    "spikes": gcx.skip_spikes(SMOOTH, norm=gcx.thresholds.zscore(), loss=1e9),
-    "loss scale": gcx.dynamic_loss_scale(SMOOTH, init_scale=1.0),
-    "guard of accumulation": gradient(acc(SMOOTH)),
     "guard of clip of accumulation of guard": gradient(
         optax.chain(gcx.clip_by_global_norm(1e3), acc(step(SMOOTH)))
     ),
@@ -82,7 +73,7 @@ def expected_total(name, w):
     return jnp.sum((0.5 * w * c) ** 2) + jnp.sum((0.5 * s * c) ** 2)
 
 
-HOW = {"eager": lambda call: call, "jit": jax.jit, "checkpoint": jax.checkpoint, "scan": None}
+HOW = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": None}
 
 
 @pytest.mark.slow
@@ -105,25 +96,24 @@ def test_every_gate_is_differentiable_and_leaks_no_tracer(name, how):
 @pytest.mark.parametrize("name", ["accumulation", "guard of steps"])
 def test_second_derivatives_are_those_of_the_step_taken(name):
     w = jnp.array([0.5, -1.5])
-    hessian = jax.jit(jax.hessian(partial(two_steps, "eager", GATES[name])))(w)
+    hessian = jax.jit(jax.hessian(partial(two_steps, "jit", GATES[name])))(w)
     np.testing.assert_allclose(
         hessian, jax.hessian(partial(expected_total, name))(w), rtol=1e-5, atol=1e-6
     )
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_a_step_that_is_not_taken_has_no_derivative(wrap):
+def test_a_step_that_is_not_taken_has_no_derivative():
     inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates))
 
-    def slope(tx, grads):
-        return wrap(jax.grad(lambda grads: jnp.sum(tx.update(grads, tx.init(grads))[0])))(grads)
+    def slope_of(tx):
+        return jax.jit(jax.grad(lambda grads: jnp.sum(tx.update(grads, tx.init(grads))[0])))
 
-    for tx in (step(inner), acc(step(inner), 1), acc(inner, 2)):
-        assert slope(tx, jnp.array([2.0, 0.0])).tolist() == [0.0, 0.0]
     for tx in (step(inner), acc(step(inner), 1)):
-        assert slope(tx, jnp.array([2.0, 4.0])).tolist() == [0.5, 0.25]
-    for guard in (gradient, spikes, gcx.dynamic_loss_scale):
-        assert slope(guard(inner), jnp.array([jnp.nan, 4.0]))[1] == 0.0
+        slope = slope_of(tx)
+        assert slope(jnp.array([2.0, 0.0])).tolist() == [0.0, 0.0]
+        assert slope(jnp.array([2.0, 4.0])).tolist() == [0.5, 0.25]
+    assert slope_of(acc(inner, 2))(jnp.array([2.0, 0.0])).tolist() == [0.0, 0.0]
+    assert slope_of(gradient(inner))(jnp.array([jnp.nan, 4.0]))[1] == 0.0
 
 
 # --- executions and traces ------------------------------------------------------------------
@@ -146,41 +136,19 @@ def counting():
     return optax.GradientTransformation(adam.init, update), counts
 
 
-def runs_and_traces(tx, counts, dtype, fast, wrap=jax.jit):
-    params = {"w": jnp.ones((3, 2), dtype)}
-    state = tx.init(params)
-    call = wrap(partial(taken, tx, fast=fast))
-    grads = jax.tree.map(lambda p: 0.5 * p, params)
-    runs = []
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+@pytest.mark.parametrize(("skip", "fast"), [(gradient, False), (step, True)])
+def test_the_optimizer_runs_once_a_step_and_is_traced_once_a_program(nest, skip, fast):
+    inner, counts = counting()
+    tx, params = nest(skip, inner), {"w": jnp.ones((3, 2))}
+    state, call, runs = tx.init(params), jax.jit(partial(taken, tx, fast=fast)), []
     for _ in range(4):
         before = counts["runs"]
-        _, state = call(grads, state, params)
+        _, state = call(params, state, params)
         jax.effects_barrier()
         runs.append(counts["runs"] - before)
-    return runs, counts["traces"]
-
-
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-@pytest.mark.parametrize("skip", [gradient, step], ids=["gradient", "step"])
-@ways
-@pytest.mark.parametrize(
-    ("wrap", "dtype", "limit"),
-    [
-        (jax.jit, "float32", 1),
-        pytest.param(jax.jit, "bfloat16", 2, marks=pytest.mark.slow),
-        pytest.param(lambda f: f, "float32", 4, marks=pytest.mark.slow),
-    ],
-    ids=["float32", "bfloat16", "eager"],
-)
-def test_the_optimizer_runs_once_a_step_and_is_traced_once_a_program(
-    nest, skip, fast, wrap, dtype, limit
-):
-    inner, counts = counting()
-    tx = nest(skip, inner)
-    runs, traces = runs_and_traces(tx, counts, dtype, fast, wrap)
-    holds = "mini_step" in gcx.metrics(tx.init({"w": jnp.ones((3, 2))}))
-    assert runs == ([0, 1, 0, 1] if holds else [1] * 4)
-    assert traces <= limit
+    assert runs == ([0, 1, 0, 1] if "mini_step" in gcx.metrics(state) else [1] * 4)
+    assert counts["traces"] == 1
 
 
 # --- verdicts that the random machine does not draw ----------------------------------------------------------------------
@@ -242,7 +210,7 @@ def test_one_guard_counts_a_refusal(tx, stream, param, steps, counts):
 
 def test_a_guard_that_does_not_refuse_a_skipped_call_is_as_it_was():
     rule = gcx.thresholds.mean_std(6.0, window=8, warmup_steps=4)
-    tx = gcx.skip_large_norm(step(BREAKS), rule)
+    tx = gcx.skip_spikes(step(BREAKS), norm=rule)
     params = jnp.zeros(1)
     _, state = tx.update(jnp.array([2.0]), tx.init(params), params)
     _, after = tx.update(jnp.array([99.0]), state, params)
@@ -260,24 +228,11 @@ def test_a_guard_that_does_not_refuse_a_skipped_call_is_as_it_was():
     [
         (SGD, [1, 1, 1, 1]),
         (gradient(spikes(acc(SGD))), [0, 0, 0, 1]),
-        (optax.chain(gcx.clip_by_value(1e9), gradient(spikes(SGD))), [1, 0, 0, 1]),
-        (gradient(optax.chain(gcx.clip_by_value(1e9), acc(SGD, 1))), [1, 0, 1, 1]),
-        (gradient(optax.chain(gcx.clip_by_value(1e9), spikes(SGD))), [1, 0, 0, 1]),
         (acc(optax.chain(gcx.clip_by_value(1e9), spikes(SGD)), 1), [1, 0, 0, 1]),
     ],
 )
 def test_has_updated_answers_for_all_guards_and_accumulations(tx, rows):
     assert calls(tx, [1, np.nan, 1e6, 1])[2] == rows
-
-
-def test_members_of_a_vmap_are_updated_each_by_itself():
-    tx = gradient(acc(SGD, 1))
-    grads, params = jnp.ones((3, 2)).at[1].set(jnp.nan), jnp.zeros((3, 2))
-    state = jax.vmap(tx.init)(params)
-    assert gcx.has_updated(state).tolist() == [False] * 3
-    params, state = jax.vmap(partial(gcx.apply_gradients, tx))(grads, state, params)
-    assert gcx.has_updated(state).tolist() == [True, False, True]
-    assert params[:, 0].tolist() == [-1, 0, -1]
 
 
 # --- names, leaves, extra arguments ---------------------------------------------------------
@@ -327,16 +282,12 @@ def test_a_loss_may_be_called_either(name):
 # --- windows of one ---------------------------------------------------------------------------
 
 
-@ways
-def test_an_open_window_goes_on_with_windows_of_one(fast):
+def test_an_open_window_goes_on_with_windows_of_one():
     params = jnp.zeros(2)
     state = acc(SGD, 4).init(params)
     for grad in (1.0, 3.0):
         _, state = acc(SGD, 4).update(jnp.full(2, grad), state, params)
-    one = acc(SGD, 1)
-    params, after = taken(one, jnp.full(2, 8.0), state, params, fast=fast)
-    assert params.tolist() == [-4.0, -4.0]  # the mean of 1, 3 and 8
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-    params, after = taken(one, jnp.full(2, 5.0), after, params, fast=fast)
-    assert params.tolist() == [-9.0, -9.0]
-    assert gcx.diagnostics.accumulation_stats(after).total_updates == 2
+    for grad, expected in ((8.0, -4.0), (5.0, -9.0)):  # the mean of 1, 3 and 8
+        params, state = gcx.apply_gradients(acc(SGD, 1), jnp.full(2, grad), state, params)
+        assert params.tolist() == [expected, expected]
+    assert gcx.diagnostics.accumulation_stats(state).total_updates == 2

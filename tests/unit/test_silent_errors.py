@@ -50,7 +50,7 @@ def test_extra_arguments_that_watch_reads_reach_the_inner_transformation():
 GUARDS = {
     "nonfinite": lambda tx, **kw: gcx.skip_nonfinite(tx, **kw),
     "step": lambda tx, **kw: gcx.skip_nonfinite(tx, check="step", **kw),
-    "norm": lambda tx, **kw: gcx.skip_large_norm(tx, 10.0, **kw),
+    "norm": lambda tx, **kw: gcx.skip_spikes(tx, norm=10.0, **kw),
     "loss": lambda tx, **kw: gcx.skip_spikes(tx, loss=10.0, **kw),
     "scale": lambda tx: gcx.dynamic_loss_scale(tx, init_scale=1.0),
 }

@@ -1,7 +1,6 @@
 """Guards and accumulations pass on what they do not use, count every step, and change nothing else."""
 
 import functools
-import re
 
 import chex
 import jax
@@ -31,22 +30,13 @@ def reader(name):
 # --- what is inside -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: tx,
-        lambda tx: optax.chain(gcx.clip_by_value(1.0), tx),
-        lambda tx: optax.named_chain(("a", gcx.clip_by_value(1.0)), ("b", tx)),
-        lambda tx: optax.masked(tx, True),
-        lambda tx: optax.inject_hyperparams(lambda x: tx)(x=1.0),
-    ],
-)
 @pytest.mark.parametrize("guard", [skip, step, gcx.dynamic_loss_scale])
-def test_watch_between_a_guard_and_an_accumulation_raises(guard, wrap):
-    for inside in (acc(SGD, 4), skip(acc(SGD, 4))):
-        with pytest.raises(TypeError, match="`inner` must .*`watch` around an acc.*Place `watch`"):
-            guard(wrap(gcx.watch(inside))).init(jnp.ones(2))
-    guard(wrap(acc(gcx.watch(SGD), 4))).init(jnp.ones(2))
+def test_watch_between_a_guard_and_an_accumulation_raises(guard):
+    for wrap in (lambda tx: tx, lambda tx: optax.named_chain(("a", optax.masked(tx, True)))):
+        for inside in (acc(SGD, 4), skip(acc(SGD, 4))):
+            with pytest.raises(TypeError, match="`inner` must .*`watch` around .*Place `watch`"):
+                guard(wrap(gcx.watch(inside))).init(jnp.ones(2))
+        guard(wrap(acc(gcx.watch(SGD), 4))).init(jnp.ones(2))
 
 
 @pytest.mark.parametrize("guard", [skip, acc])
@@ -61,7 +51,7 @@ def test_errors_name_the_guard_or_accumulation_that_raises():
     params = jnp.ones(2)
     for tx, extra_args, name in [
         (skip(gcx.skip_spikes(SGD, loss=4.0)), {}, "skip_spikes"),
-        (gcx.dynamic_loss_scale(gcx.skip_large_norm(SGD, 1.0, mask=[True])), {}, "skip_large_norm"),
+        (gcx.dynamic_loss_scale(gcx.skip_spikes(SGD, norm=1.0, mask=[True])), {}, "skip_spikes"),
         (skip(acc(SGD, 2)), {"weight": "many"}, "accumulate_gradients"),
         (acc(skip(SGD), 2), {"emit": 1}, "accumulate_gradients"),
     ]:
@@ -85,8 +75,7 @@ def test_other_extra_arguments_reach_the_inner_transformation(name):
         assert found == 2.0
 
 
-@pytest.mark.parametrize("name", ["value", "loss"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize(("name", "dtype"), [("value", "bfloat16"), ("loss", "int32")])
 def test_the_inner_transformation_receives_the_weighted_mean_loss_of_the_window(name, dtype):
     losses, weights = np.array([8, 4, 2, 1], dtype), [1.0, 2.0, 0.0, 5.0]
     tx, params = acc(reader(name), 4), jnp.ones(2)
@@ -104,9 +93,8 @@ def test_the_mean_loss_leaves_out_skipped_micro_batches_and_ends_with_its_window
     tx = skip(acc(reader("value"), 2))
     rows = [(1, 2.0), (np.nan, 50.0), (1, 4.0), (1, 7.0), (1, 9.0), (1, None), (1, 5.0)]
     stream = [(g, {} if v is None else {"value": v}) for g, v in rows]
-    found = []
-    for i in range(1, len(stream) + 1):
-        found.append(float(calls(tx, stream[:i])[1].inner_state.inner_opt_state))
+    stops = range(1, len(stream) + 1)
+    found = [float(calls(tx, stream[:i])[1].inner_state.inner_opt_state) for i in stops]
     assert found == [-1, -1, 3, 3, 8, 8, 5]
 
 
@@ -128,7 +116,6 @@ def test_traps_warn():
         (acc(optax.identity(), 1), {}, "returns gradients unchanged"),
         (skip(SGD), {"weight": 2.0}, "No accumulation reads"),
         (skip(optax.MultiSteps(SGD, 2)), {"weight": 2.0}, "No accumulation reads"),
-        (skip(SGD), {"value": params}, "`value` should be the mean loss"),
     ]:
         with pytest.warns(UserWarning, match=message):
             gcx.apply_gradients(tx, params, tx.init(params), params, **extra_args)
@@ -137,28 +124,11 @@ def test_traps_warn():
 # --- flush ------------------------------------------------------------------------------------------
 
 
-def test_flush_moves_no_group_without_a_window():
-    parts = {"x": acc(optax.sgd(0.1), 4), "y": optax.adamw(0.1), "z": acc(optax.adam(0.1), 2)}
-    tx = optax.partition(parts, {"x": "x", "y": "y", "z": "z"})
-    params = {name: jnp.ones(2) for name in parts}
-    _, state = tx.update({**params, "z": params["z"]}, tx.init(params), params)
-    _, state = tx.update(params, state, params)  # closes the window of z
-    updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)
-    np.testing.assert_allclose(updates["x"], -0.1, rtol=1e-6)
-    assert not updates["y"].any() and not updates["z"].any()
-    for name in "yz":
-        old, new = (s.inner_states[name].inner_state for s in (state, after))
-        same = {"emitted": ()} if name == "z" else {}
-        chex.assert_trees_all_equal(
-            new._replace(**same) if same else new, old._replace(**same) if same else old
-        )
-
-
 def test_flush_changes_no_state_outside_the_accumulation():
     clip = gcx.clip_by_global_norm(lambda count: 10.0 + count)
     tx = gcx.dynamic_loss_scale(
-        gcx.skip_large_norm(
-            optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0)), 9.0
+        gcx.skip_spikes(
+            optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0)), norm=9.0
         ),
         init_scale=1.0,
         growth_interval=2,
@@ -201,7 +171,7 @@ def test_stats_of_a_state_with_two_accumulations_raise():
     [
         skip,
         lambda tx, **limit: optax.chain(skip(optax.chain(gcx.clip_by_value(1.0), tx), **limit)),
-        lambda tx, **limit: gcx.skip_large_norm(skip(tx, **limit), 1e9, **limit),
+        lambda tx, **limit: gcx.skip_spikes(skip(tx, **limit), norm=1e9, **limit),
     ],
     ids=["around", "around a chain", "nested"],
 )
@@ -221,15 +191,14 @@ def test_windows_without_weight_set_the_flag_of_a_guard_inside():
     assert state.inner_opt_state.guard_failed == 1 and rows == [0] * 6
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20, 50.0])
 @pytest.mark.parametrize(
     "guard",
-    [skip, step, functools.partial(gcx.skip_large_norm, max_norm=10.0), gcx.dynamic_loss_scale],
+    [skip, step, functools.partial(gcx.skip_spikes, norm=10.0), gcx.dynamic_loss_scale],
 )
-def test_a_micro_batch_of_weight_0_is_not_checked(guard, bad):
+def test_a_micro_batch_of_weight_0_is_not_checked(guard):
     options = {"init_scale": 1.0} if guard is gcx.dynamic_loss_scale else {}
-    for inside in (acc(SGD, 3), optax.chain(gcx.clip_by_global_norm(1e3), acc(SGD, 3))):
-        tx = guard(inside, **options)
+    tx = guard(optax.chain(gcx.clip_by_global_norm(1e3), acc(SGD, 3)), **options)
+    for bad in (np.nan, np.inf, 1e20, 50.0):
         stream = [(1.0, {"weight": 1.0}), (bad, PADDING), (3.0, {"weight": 1.0})]
         param, state, rows = calls(tx, stream)
         assert (param, rows) == (-2.0, [0, 0, 1])
@@ -237,14 +206,13 @@ def test_a_micro_batch_of_weight_0_is_not_checked(guard, bad):
         assert state.grad_norm == 3.0
         _, state, _ = calls(tx, stream[:2])
         assert state.grad_norm == 1.0 and gcx.metrics(state)["mini_step"] == 2
-    without = guard(SGD, **options)
-    with pytest.warns(UserWarning, match="No accumulation"):
-        assert calls(without, [(np.nan, PADDING)])[2] == [0]  # no accumulation masks this gradient
+    with pytest.warns(UserWarning, match="No accumulation"):  # which would mask this gradient
+        assert calls(guard(SGD, **options), [(np.nan, PADDING)])[2] == [0]
 
 
 def test_nested_guards_that_skip_in_turn_count_together():
     limit = {"max_consecutive_skips": 6}
-    tx = skip(gcx.skip_large_norm(SGD, 10.0, **limit), **limit)
+    tx = skip(gcx.skip_spikes(SGD, norm=10.0, **limit), **limit)
     for size, failed in ((5, 0), (6, 1)):
         _, state, _ = calls(tx, [1.0, *([np.nan, 50.0] * 3)[:size]])
         found = gcx.metrics(state)
@@ -264,31 +232,18 @@ def test_a_spike_of_a_skipped_micro_batch_is_counted_once():
     assert state.skipped_nonfinite == 1 and inner.skipped_large_loss == inner.skipped_nonfinite == 0
 
 
-@pytest.mark.parametrize(
-    ("tx", "rows"),
-    [
-        (optax.MultiSteps(SGD, 2).gradient_transformation(), [0, 1, 0, 1]),
-        (skip(optax.MultiSteps(SGD, 2).gradient_transformation()), [0, 1, 0, 1]),
-        (acc(optax.apply_if_finite(SGD, 9), 1), [1, 1, 1, 1]),
-    ],
-)
-def test_has_updated_is_false_after_an_open_window_of_optax(tx, rows):
-    assert calls(optax.with_extra_args_support(tx), [1.0] * 4)[2] == rows
-
-
-def test_has_updated_is_false_after_a_skip_of_apply_if_finite():
-    assert calls(optax.apply_if_finite(SGD, 9), [1.0, np.nan, 1.0])[2] == [1, 0, 1]
+def test_has_updated_knows_the_states_of_optax():
+    multi_steps = optax.MultiSteps(SGD, 2).gradient_transformation()
+    assert calls(multi_steps, [1.0] * 4)[2] == [0, 1, 0, 1]
+    assert calls(acc(optax.apply_if_finite(SGD, 9), 1), [1.0, np.nan, 1.0])[2] == [1, 0, 1]
 
 
 def test_the_first_norm_in_the_metrics_is_that_of_this_gradient():
     clip = optax.chain(gcx.clip_by_global_norm(1.0), SGD)
     for tx, scale in [
-        (gcx.skip_large_norm(clip, 10.0), 1.0),
-        (skip(gcx.skip_large_norm(clip, 10.0)), 1.0),
-        (step(clip), 1.0),
-        (gcx.skip_if(clip, lambda grads, params, **extra_args: jnp.any(grads > 10)), 1.0),
-        (gcx.dynamic_loss_scale(gcx.skip_large_norm(clip, 10.0), init_scale=4.0), 4.0),
-        (acc(optax.chain(gcx.clip_by_global_norm(1.0), SGD), 1), 1.0),
+        (skip(gcx.skip_spikes(clip, norm=10.0)), 1.0),
+        (gcx.dynamic_loss_scale(gcx.skip_spikes(clip, norm=10.0), init_scale=4.0), 4.0),
+        (acc(clip, 1), 1.0),
     ]:
         for grad in (3.0, 141.0, np.nan):
             _, state, _ = calls(tx, [1.0, grad * scale])
@@ -296,10 +251,6 @@ def test_the_first_norm_in_the_metrics_is_that_of_this_gradient():
 
 
 def test_a_message_about_an_axis_of_no_devices():
-    for guard in (
-        skip,
-        gcx.dynamic_loss_scale,
-        functools.partial(gcx.skip_large_norm, max_norm=1.0),
-    ):
-        with pytest.raises(ValueError, match=re.escape("`axis_name` must be None or")):
+    for guard in (skip, gcx.dynamic_loss_scale, functools.partial(gcx.skip_spikes, norm=1.0)):
+        with pytest.raises(ValueError, match="`axis_name` must be None or"):
             guard(SGD, axis_name=())

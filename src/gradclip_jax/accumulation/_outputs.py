@@ -15,7 +15,7 @@ from .._leaves import wide_dtype
 from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
-from ..guarding._detect import all_finite
+from ..guarding._skip_nonfinite import all_finite
 from ._reduction import REDUCTIONS, add_weighted, divide
 from ._split import Split, in_order
 

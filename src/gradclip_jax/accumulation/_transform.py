@@ -116,8 +116,7 @@ def accumulate_gradients(
         check_count("every", every, "Pass 1 to run the inner optimizer at every step.")
     check_choice("reduction", reduction, REDUCTIONS)
     check_dtype("accumulator_dtype", accumulator_dtype)
-    accumulation = Accumulation(every, reduction, accumulator_dtype)
-    return gated(accumulation, inner, accumulation.init)
+    return gated(Accumulation(every, reduction, accumulator_dtype), inner)
 
 
 class Accumulation(NamedTuple):

@@ -36,8 +36,6 @@ class Rule:
         uses_params: Whether `update` needs the norms of the parameters.
         counts_steps: Whether the state counts steps, including steps with a non-finite norm.
         allow_negative: Whether `update` supports negative values, such as losses.
-        max_threshold: Upper bound of the threshold, or None. A guard that restarts the rule does
-            not apply a step above this bound.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -56,7 +54,6 @@ class Rule:
     uses_params: bool = False
     counts_steps: bool = False
     allow_negative: bool = False
-    max_threshold: Number | None = None
 
 
 class _Constant(Rule):
@@ -149,7 +146,7 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         threshold, state = rule.update(norm, state, param_norm)
         return jnp.minimum(threshold, jnp.float32(max_threshold)), state
 
-    return dataclasses.replace(rule, update=update, max_threshold=max_threshold)
+    return dataclasses.replace(rule, update=update)
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:

@@ -128,7 +128,7 @@ def clip_by_global_norm(
     | traced `max_norm` <= 0 | zero |
     | no leaves | unchanged |
 
-    Use `clip_by_leaf_norm` to limit the norm of each leaf, `skip_large_norm` to skip the step
+    Use `clip_by_leaf_norm` to limit the norm of each leaf, `skip_spikes` to skip the step
     instead, and `autoclip` or `zclip` for an adaptive threshold.
 
     Args:

@@ -4,33 +4,32 @@ Directly nested guards and accumulations share one `GatedUpdate`, which runs the
 transformation at most once per call.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._checks import check_same_structure, check_state, check_transformation, dtype_of, is_float0
 from .._errors import named, public
 from .._leaves import checked_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
-from .._states import (
-    discard_windows,
-    find_role,
-    has_stepped,
-    increment_where,
-    plain_arrays,
-    with_structure_of,
-)
+from .._states import discard_windows, find_role, has_stepped, increment_where, plain_arrays
 from .._types import Array, Tree
 from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
-from ._gate import Accumulation, ExtraArgs, Guard, params_of
+from ._gate import Call, ExtraArgs, Guard, check_guard, params_of
 
-_NOBODY: Final = -1
-"""Index of the guard that counts a skip, if no check failed."""
+if TYPE_CHECKING:
+    from ..accumulation._transform import Accumulation
+
+_NOBODY: Final = np.iinfo(np.int32).max
+"""Index of the guard that rejected a step, if none did; larger than all others."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,38 +43,33 @@ class GatedUpdate:
     Attributes:
         innermost: Transformation inside all guards and the accumulation.
         gates: Guards and at most one accumulation, from the outermost to the innermost.
-        execute: The function `_execute`, with the name of the public function in its errors.
     """
 
     __name__: ClassVar[str] = "update"
     innermost: optax.GradientTransformationExtraArgs
     gates: tuple[Guard | Accumulation, ...]
-    execute: Callable[..., tuple[Tree, Tree]]
 
     def __call__(
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the innermost transformation, or zeros if it does not run."""
-        return self.execute(self, updates, state, params, None, extra_args)
+        return _execute(self, updates, state, params, None, extra_args)
 
 
 def gated(
-    gate: Guard | Accumulation, inner: optax.GradientTransformation, init: Callable[..., Tree]
+    gate: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation in a guard or an accumulation.
+    """Wrap a transformation in a guard or an accumulation."""
+    if isinstance(gate, Guard):
+        check_guard(inner, gate.axis_name, gate.mask, gate.max_consecutive_skips)
+    innermost, gates = optax.with_extra_args_support(inner), ()
+    if isinstance(inner.update, GatedUpdate):
+        innermost, gates = inner.update.innermost, inner.update.gates
 
-    `init` maps the state of `inner` and the parameters to the state of the guard or accumulation.
-    """
-    update = inner.update
-    if not isinstance(update, GatedUpdate):
-        update = GatedUpdate(optax.with_extra_args_support(inner), (), _execute)
-    execute = named(gate.function)(_execute)
-    update = dataclasses.replace(update, gates=(gate, *update.gates), execute=execute)
+    def init(params: Tree) -> Tree:
+        return gate.init(inner.init(params), params)
 
-    def init_gate(params: Tree) -> Tree:
-        return init(inner.init(params), params)
-
-    return optax.GradientTransformationExtraArgs(init_gate, update)
+    return optax.GradientTransformationExtraArgs(init, GatedUpdate(innermost, (gate, *gates)))
 
 
 @public
@@ -117,40 +111,14 @@ def apply_gradients(
     check_transformation("tx", tx)
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
-        params_and_state = apply_gradients(tx, *arrays, **extra_args)
-        return with_structure_of((params, state), params_and_state)
+        leaves = jax.tree.leaves(apply_gradients(tx, *arrays, **extra_args))
+        return jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
     warn_of_unread_weight(extra_args, state)
     if isinstance(tx.update, GatedUpdate):
-        return tx.update.execute(tx.update, grads, state, params, params, extra_args)
+        return _execute(tx.update, grads, state, params, params, extra_args)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return _apply_updates(params, updates), state
-
-
-class _Call(NamedTuple):
-    """One call of `update` or `apply_gradients`, as a gate receives it.
-
-    Attributes:
-        update: All gates and the innermost transformation.
-        incoming: The gradient that the outermost gate received.
-        params: The parameters, or None.
-        target: Parameters to which the updates are added, or None if the caller needs the updates.
-        grads: The gradient that the gate around this one passes on.
-        state: State of the gate.
-        extra_args: Extra arguments of `update`.
-        passed: Whether the checks of all guards around the gate passed.
-        outer: The index and the state of each guard around the gate.
-    """
-
-    update: GatedUpdate
-    incoming: Tree
-    params: Tree
-    target: Tree
-    grads: Tree
-    state: Tree
-    extra_args: ExtraArgs
-    passed: Flag = True
-    outer: tuple[tuple[int, Guard, Tree], ...] = ()
 
 
 class _Result(NamedTuple):
@@ -160,21 +128,22 @@ class _Result(NamedTuple):
         output: The updates, or zeros if no step was applied.
         target: The new parameters, or None.
         state: The next state.
-        passed: Whether the checks of all guards passed. For guards around an accumulation, these
-            are the checks of the micro-batch.
-        applied: Whether an update was applied, or a micro-batch with a weight was accumulated.
+        accepted: Whether all guards accepted the gradient of this call and, without an
+            accumulation, the computed step.
+        progressed: Whether the call applied a step, or accumulated the gradient with a weight. An
+            accumulation may apply a step although a guard rejected the gradient of this call.
         is_empty: Whether a window closed without weight.
-        skipper: Index of the guard that counts a skip because of a check of the window or of the
-            step, or `_NOBODY`.
+        rejected_by: Index of the guard that rejected the gradient of a window or the computed step,
+            or `_NOBODY`.
     """
 
     output: Tree
     target: Tree
     state: Tree
-    passed: Flag
-    applied: Array
+    accepted: Flag
+    progressed: Array
     is_empty: Flag
-    skipper: Array
+    rejected_by: Array
 
 
 def _execute(
@@ -211,81 +180,86 @@ def _execute(
 
     Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
     """
-    warn_of_misspelled(extra_args)
-    checked_leaves("updates", grads)
-    if params is not None:
-        check_same_structure(grads, params_of(params))
-    result = _run(_Call(update, grads, params, target, grads, state, extra_args), 0)
+    with named(update.gates[0].function):
+        warn_of_misspelled(extra_args)
+        checked_leaves("updates", grads)
+        if params is not None:
+            check_same_structure(grads, params_of(params))
+        is_weighted = has_weight(extra_args, state)
+        given = grads, params, target, grads, state, extra_args, is_weighted
+        result = _run(Call(update.innermost, update.gates, *given), 0)
     return (result.output if target is None else result.target), result.state
 
 
-def _run(call: _Call, i: int) -> _Result:
+def _run(call: Call, i: int) -> _Result:
     """Run the gate with index `i` and everything inside it."""
-    if i == len(call.update.gates):
+    if i == len(call.gates):
         return _optimize(call)
-    gate = call.update.gates[i]
+    gate = call.gates[i]
     return _guard(call, i, gate) if isinstance(gate, Guard) else _accumulate(call, i, gate)
 
 
-def _guard(call: _Call, i: int, guard: Guard) -> _Result:
+def _guard(call: Call, i: int, guard: Guard) -> _Result:
     """Check a gradient, run what is inside the guard, and count a skip."""
-    state = call.state
+    state, is_weighted = call.state, call.is_weighted
     check_state(state, guard.kind)
-    given = has_weight(call.extra_args, state)
     with named(guard.function):
-        passed, gradient, observed = guard.inspect(call.grads, state, call.params, call.extra_args)
-    if given is not True:
-        passed |= jnp.logical_not(given)
-    inner = call._replace(grads=gradient.tree, state=state.inner_state)
-    inner = inner._replace(passed=call.passed & passed, outer=(*call.outer, (i, guard, state)))
-    result = _run(inner, i + 1)
-    skipped = call.passed & ~passed | (result.skipper == i)
+        inner = call._replace(grads=guard.unscale(call.grads, state))
+        accepts, grads, norm, observed = guard.inspect(inner)
+    if is_weighted is not True:
+        accepts |= jnp.logical_not(is_weighted)
+    inner = call._replace(grads=grads, state=state.inner_state, accepted=call.accepted & accepts)
+    result = _run(inner._replace(outer=(*call.outer, (i, guard, state))), i + 1)
+
+    skipped = call.accepted & ~accepts | (result.rejected_by == i)
     old = state._replace(inner_state=())
     new = guard.advance(old, observed, skipped)
-    new = optax.tree.where(skipped | result.passed & given & result.applied, new, old)
-    norm = jnp.where(given, gradient.norm.astype(jnp.float32), state.grad_norm)
-    missed = result.is_empty | (given | skipped) & ~result.applied
-    new = _count(guard, new, missed, reset=result.applied)
+    is_used = result.accepted & result.progressed & is_weighted
+    new = optax.tree.where(skipped | is_used, new, old)
+    missed = result.is_empty | (is_weighted | skipped) & ~result.progressed
+    new = _count(guard, new, missed, reset=result.progressed)
+    norm = jnp.where(is_weighted, norm.astype(jnp.float32), state.grad_norm)
     return result._replace(state=new._replace(grad_norm=norm, inner_state=result.state))
 
 
 def _count(guard: Guard, state: Tree, missed: Flag, reset: Flag = False) -> Tree:
     """Count a step without an applied update in the state of a guard."""
     streak = jnp.where(reset, 0, increment_where(state.consecutive_skips, missed))
-    limit, has_failed = guard.max_consecutive_skips, state.guard_failed
-    if limit is not None:
-        has_failed = jnp.where(streak >= limit, 1, has_failed)
-    return state._replace(consecutive_skips=streak, guard_failed=has_failed)
+    limit, failed = guard.max_consecutive_skips, state.guard_failed
+    failed = failed if limit is None else jnp.where(streak >= limit, 1, failed)
+    return state._replace(consecutive_skips=streak, guard_failed=failed)
 
 
-def _accumulate(call: _Call, i: int, accumulation: Accumulation) -> _Result:
+def _accumulate(call: Call, i: int, accumulation: Accumulation) -> _Result:
     """Add a micro-batch, and run what is inside the accumulation if the window closes."""
-    state, accepted = call.state, call.passed if call.outer else None
+    state, accepted = call.state, call.accepted if call.outer else None
     micro_step = accumulation.micro_step(call.grads, state, accepted, call.extra_args)
 
     def close(carry: Tree) -> tuple[Tree, Tree]:
         target, inner_state, accumulator, *_ = carry
         mean, accumulator = micro_step.emit(accumulator)
-        checks: list[tuple[int, Array]] = []
-        for j, guard, outer in reversed(call.outer):
-            if guard.checks_window:
-                check = guard.inspect(mean, outer, call.params, micro_step.extra_args, is_mean=True)
-                checks.append((j, check[0]))
-        passed, dropper = _first_failure(True, checks)
-        inner = call._replace(target=target, grads=mean, state=inner_state, passed=passed)
-        result = _run(inner._replace(extra_args=micro_step.extra_args), i + 1)
-        skipper = jnp.where(passed, result.skipper, dropper)
-        return result.output, (result.target, result.state, accumulator, result.applied, skipper)
+        inner = call._replace(target=target, grads=mean, state=inner_state)
+        inner = inner._replace(extra_args=micro_step.extra_args, is_weighted=True)
+        checking = [x for x in reversed(call.outer) if x[1].checks_window]
+        checks = [(j, guard.inspect(inner._replace(state=x))[0]) for j, guard, x in checking]
+        accepted, rejected_by = _first_rejection(True, checks)
+        result = _run(inner._replace(accepted=accepted), i + 1)
+        rejected_by = jnp.where(accepted, result.rejected_by, rejected_by)
+        after = result.target, result.state, accumulator, result.progressed, rejected_by
+        return result.output, after
 
-    applied = jnp.asarray(call.passed & has_weight(call.extra_args, state))
-    carry = call.target, state.inner_opt_state, state.acc_grads, applied, jnp.int32(_NOBODY)
+    is_added = jnp.asarray(call.accepted & call.is_weighted)
+    carry = call.target, state.inner_opt_state, state.acc_grads, is_added, jnp.int32(_NOBODY)
     output, carry = run_step(micro_step.emits, close, carry)
-    target, inner_state, accumulator, applied, skipper = carry
-    inner_state = _count_empty(call.update.gates[i + 1 :], inner_state, micro_step.is_empty)
-    is_kept = (skipper == _NOBODY) | (skipper > i)
-    state = micro_step.finish(inner_state, accumulator, micro_step.emits & is_kept)
-    applied &= jnp.logical_not(micro_step.is_empty)
-    return _Result(output, target, state, call.passed, applied, micro_step.is_empty, skipper)
+    target, inner_state, accumulator, progressed, rejected_by = carry
+    is_empty = micro_step.is_empty
+    inner_state = _count_empty(call.gates[i + 1 :], inner_state, is_empty)
+    emitted = micro_step.emits & (rejected_by > i)  # an outer guard drops the window
+    state = micro_step.finish(inner_state, accumulator, emitted)
+    progressed &= jnp.logical_not(micro_step.is_empty)
+    return _Result(
+        output, target, state, call.accepted, progressed, micro_step.is_empty, rejected_by
+    )
 
 
 def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
@@ -296,13 +270,10 @@ def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
     return _count(guards[0], state, is_empty)._replace(inner_state=inner_state)
 
 
-def _optimize(call: _Call) -> _Result:
-    """Run the innermost transformation if the checks of all guards passed."""
-    grads, before, passed = call.grads, call.state, call.passed
+def _optimize(call: Call) -> _Result:
+    """Run the innermost transformation if all guards accepted the gradient."""
+    grads, before, accepted = call.grads, call.state, call.accepted
     checking = [(i, x.check_step) for i, x, _ in reversed(call.outer) if x.check_step]
-    given = has_weight(call.extra_args, before)
-    if given is not True:  # an accumulation ignores a gradient of weight 0, which may be NaN
-        grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(given, x, 0), grads)
 
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, state = carry
@@ -311,29 +282,29 @@ def _optimize(call: _Call) -> _Result:
             return updates, (None, after)
         return updates if checking else None, (_apply_updates(target, updates), after)
 
-    carry, skipper = (call.target, before), jnp.int32(_NOBODY)
+    carry, rejected_by = (call.target, before), jnp.int32(_NOBODY)
     if checking:
         program, computed = compute_step(compute, carry)
         updates, (_, after) = computed
         checks = [(i, check(updates, before, after, call.params)) for i, check in checking]
-        applied, skipper = _first_failure(passed, checks)
-        output, (target, after) = select_step(applied, program, computed, carry)
+        is_good, rejected_by = _first_rejection(accepted, checks)
+        output, (target, after) = select_step(is_good, program, computed, carry)
         # An accumulator that overflows would make all later steps fail the check.
-        after = discard_windows(after, passed & jnp.logical_not(applied))
-        passed = applied
+        after = discard_windows(after, accepted & jnp.logical_not(is_good))
+        accepted = is_good
     else:
-        output, (target, after) = run_step(passed, compute, carry, usually=True)
+        output, (target, after) = run_step(accepted, compute, carry, usually=True)
     # An accumulation in a chain, for example, may close a window without weight.
-    windows = [[x for _, x in find_role(state, "accumulation")] for state in (before, after)]
-    num_empty, num_empty_after = (sum(x.empty_windows for x in states) for states in windows)
+    windows = [find_role(x, "accumulation") for x in (before, after)]
+    num_empty, num_empty_after = (sum(x.empty_windows for _, x in found) for found in windows)
     is_empty = jnp.asarray(num_empty < num_empty_after)
-    applied = passed & ~is_empty
-    if given is not True:
-        applied &= given | has_stepped(after)
-    return _Result(output, target, after, passed, applied, is_empty, skipper)
+    progressed = accepted & ~is_empty
+    if call.is_weighted is not True:
+        progressed &= call.is_weighted | has_stepped(after)
+    return _Result(output, target, after, accepted, progressed, is_empty, rejected_by)
 
 
-def _update(call: _Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, Tree]:
+def _update(call: Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, Tree]:
     """Return the updates and the next state of the innermost transformation.
 
     An accumulator or a loss scale computes gradients in float32. For transformations that raise for
@@ -344,10 +315,10 @@ def _update(call: _Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, 
     params = call.params if target is None else target
 
     def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-        return call.update.innermost.update(grads, state, params, **call.extra_args)
+        return call.innermost.update(grads, state, params, **call.extra_args)
 
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(call.incoming), strict=True)
-    is_widened = any(dtype_of(x) != dtype_of(y) for x, y in pairs)
+    given, expected = ([dtype_of(x) for x in jax.tree.leaves(y)] for y in (grads, call.incoming))
+    is_widened = given != expected
     try:
         updates, after = run(grads, state)
     except (TypeError, ValueError):
@@ -366,16 +337,16 @@ def _update(call: _Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, 
     return updates, after
 
 
-def _first_failure(passed: Flag, checks: Iterable[tuple[int, Array]]) -> tuple[Flag, Array]:
-    """Return whether all checks passed, and the index of the guard of the first that failed.
+def _first_rejection(accepted: Flag, checks: Iterable[tuple[int, Array]]) -> tuple[Flag, Array]:
+    """Return whether all checks accept, and the index of the guard of the first that does not.
 
     `checks` are indices of guards and results of their checks.
     """
-    skipper = jnp.int32(_NOBODY)
-    for i, ok in checks:
-        skipper = jnp.where(passed & ~ok, i, skipper)
-        passed &= ok
-    return passed, skipper
+    rejected_by = jnp.int32(_NOBODY)
+    for i, accepts in checks:
+        rejected_by = jnp.where(accepted & ~accepts, i, rejected_by)
+        accepted &= accepts
+    return accepted, rejected_by
 
 
 def _apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -4,15 +4,15 @@ import difflib
 import warnings
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-from .._checks import is_scalar
+from .._checks import describe, is_scalar
 from .._errors import type_error
+from .._mesh import shard_axes
 from .._run_if import Flag
 from .._states import find_role
-from .._types import Tree
+from .._types import AxisName, Scalar, Tree
 from ._gate import ExtraArgs
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")
@@ -22,9 +22,8 @@ def warn_of_misspelled(extra_args: ExtraArgs) -> None:
     """Warn of extra arguments with nearly the same name as one that gates read."""
     for name in extra_args.keys() - EXTRA_ARGS:  # all others are passed on
         for near in difflib.get_close_matches(name, EXTRA_ARGS, n=1, cutoff=0.8):
-            warnings.warn(
-                f"Extra argument `{name}` is passed on. Did you mean `{near}`?", stacklevel=2
-            )
+            message = f"Extra argument `{name}` is passed on. Did you mean `{near}`?"
+            warnings.warn(message, stacklevel=2)
 
 
 def warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
@@ -38,12 +37,22 @@ def warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
     """Return the name and the value of the loss, which is None if no loss was passed."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
-    if not isinstance(loss, (bool, int, float, complex, np.generic, np.ndarray, jax.Array)):
-        return "value", value  # the inner transformation may read `loss`
-    if value is not None:
-        hint = "Pass the loss once, as `value`."
-        raise type_error("loss", "omitted if `value` is passed", "both", hint)
-    return "loss", loss
+    # The inner transformation may read another `loss`, which is not a number.
+    is_loss = value is None and is_scalar(loss, jnp.floating, jnp.integer, jnp.bool_)
+    return ("loss", loss) if is_loss else ("value", value)
+
+
+def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
+    """Return the loss in float32, averaged over devices if it differs between them."""
+    name, value = loss_argument(extra_args)
+    if value is None:
+        return None
+    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        hint = "Pass the mean loss over the batch."
+        raise type_error(name, "a real scalar", describe(value), hint)
+    loss = jnp.asarray(value, jnp.float32)
+    axes = shard_axes(loss, axis_name)
+    return lax.pmean(loss, tuple(sorted(axes))) if axes else loss
 
 
 def has_weight(extra_args: ExtraArgs, state: Tree) -> Flag:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_count, check_number, is_float0, is_traced
+from .._checks import check_count, check_number, is_float0
 from .._errors import public, type_error
 from .._leaves import wide_dtype
 from .._mask import Mask
-from .._states import find_states, increment_where, plain_arrays, register_guard
+from .._states import find_states, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import ClipState
-from ._detect import is_bad
-from ._guard import Check, check_guard, guarded
-from ._skip_nonfinite import finite_guard
+from ..gates._execute import gated
+from ._skip_nonfinite import Check, finite_guard, is_bad
+
+_MIN_SCALE: Final = 1.0
+_MAX_SCALE: Final = 2.0**24
 
 
 @register_guard("loss_scale", "skipped_nonfinite", role="loss scale")
@@ -33,7 +36,7 @@ class LossScaleState(NamedTuple):
         good_steps: Number of applied steps since the scale changed or a step was skipped.
         skipped_nonfinite: Number of steps that this guard skipped.
         consecutive_skips: Number of steps without an applied update since the last one.
-        guard_failed: 1 if a step was ever non-finite at the smallest scale, else 0.
+        guard_failed: 1 if a step was ever non-finite at a scale of 1, else 0.
         inner_state: State of the inner optimizer.
     """
 
@@ -58,6 +61,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
     | --- | --- |
     | float32, float64 | the same value |
     | float16, bfloat16 | the same value in float32 |
+    | NaN or infinite | NaN |
     | float16, at a scale above 65,504 | its gradient overflows and the step is skipped |
 
     In a float16 network, compute the last operations of the loss in float32, such as the
@@ -91,8 +95,10 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
     _check_no_clip_before(state)
     value = jnp.asarray(loss)
-    scale = plain_arrays(scales[0][1].loss_scale)
-    return _with_scaled_derivative(value.astype(wide_dtype(value.dtype)), jnp.asarray(scale))
+    value = value.astype(wide_dtype(value.dtype))
+    scale = jnp.asarray(plain_arrays(scales[0][1].loss_scale), value.dtype)
+    constant = lax.stop_gradient(value)
+    return constant + scale * (value - constant)
 
 
 def _check_no_clip_before(state: Tree) -> None:
@@ -106,26 +112,12 @@ def _check_no_clip_before(state: Tree) -> None:
             raise type_error("state", rule, "one with a clip that receives scaled gradients", hint)
 
 
-@jax.custom_jvp
-def _with_scaled_derivative(loss: Array, scale: Array) -> Array:
-    return loss
-
-
-_with_scaled_derivative.defjvps(
-    lambda tangent, out, loss, scale: tangent * scale.astype(loss.dtype), None
-)
-
-
 @public
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
     init_scale: Number = 2.0**16,
-    growth_factor: Number = 2.0,
-    backoff_factor: Number = 0.5,
     growth_interval: Count = 2000,
-    min_scale: Number = 1.0,
-    max_scale: Number = 2.0**24,
     check: Check = "gradient",
     axis_name: AxisName = None,
     mask: Mask = None,
@@ -138,10 +130,11 @@ def dynamic_loss_scale(
 
     | step | result |
     | --- | --- |
-    | finite | applied; after `growth_interval` such steps in a row, the scale is doubled |
-    | non-finite gradient, loss or weight | skipped; the scale is halved |
+    | finite | applied; after `growth_interval` such steps in a row, the scale is doubled, up to |
+    | | 2^24 |
+    | non-finite gradient, loss or weight | skipped; the scale is halved, down to 1 |
     | non-finite update or next state | applied by default; the same with `check="step"` |
-    | non-finite at the smallest scale | skipped; `guard_failed` is 1 from then on |
+    | non-finite at a scale of 1 | skipped; `guard_failed` is 1 from then on |
     | `scale_loss` was not called | applied; `grad_norm` is the norm divided by the scale |
 
     This transformation must be the outermost guard, so that clips and other guards receive unscaled
@@ -153,14 +146,8 @@ def dynamic_loss_scale(
     Args:
         inner: Gradient transformation, as for `skip_nonfinite`. It receives gradients in float32 or
             wider; the updates have the dtypes that it returns for the incoming gradients.
-        init_scale: Initial scale, between `min_scale` and `max_scale`; scaling by a power of two is
-            exact.
-        growth_factor: Growth factor of the scale after `growth_interval` good steps; a number > 1.
-        backoff_factor: Reduction factor of the scale after a skipped step; a number in (0, 1).
-        growth_interval: Number of good steps after which the scale grows; an integer >= 1.
-        min_scale: Minimum scale; a positive number. The scale is fixed if all three scales are
-            equal.
-        max_scale: Maximum scale.
+        init_scale: Initial scale, from 1 to 2^24; scaling by a power of two is exact.
+        growth_interval: Number of good steps after which the scale is doubled; an integer >= 1.
         check: See `skip_nonfinite`; "gradient" checks the unscaled gradient.
         axis_name: See `skip_nonfinite`.
         mask: See `skip_nonfinite`.
@@ -192,37 +179,26 @@ def dynamic_loss_scale(
     References:
         Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740.
     """
-    hint = "Pass a power of two within these bounds."
-    for argument, bound in (("min_scale", min_scale), ("max_scale", max_scale)):
-        # Otherwise the scale or its reciprocal is subnormal, and XLA may flush it to zero.
-        check_number(argument, bound, hint, f"[{2.0**-126}, {2.0**126}]")
-    if not (is_traced(min_scale) or is_traced(max_scale)):
-        bounds = f"[{float(min_scale)}, {float(max_scale)}]"
-        check_number("init_scale", init_scale, "Change it, `min_scale` or `max_scale`.", bounds)
-    check_number("growth_factor", growth_factor, "Pass, for example, 2.0.", "(1, inf]")
-    check_number("backoff_factor", backoff_factor, "Pass, for example, 0.5.", "(0, 1)")
+    interval = f"[{_MIN_SCALE}, {_MAX_SCALE}]"
+    check_number("init_scale", init_scale, "Pass for example 2.0**16.", interval)
     check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
-    axes = check_guard(inner, axis_name)
-    guard = finite_guard("dynamic_loss_scale", LossScaleState, check, mask, axes)
+    guard = finite_guard("dynamic_loss_scale", LossScaleState, check, mask, axis_name)
 
     def advance(state: LossScaleState, observed: Tree, skipped: Scalar) -> LossScaleState:
-        state = guard.advance(state, observed, skipped)
-        given = (growth_factor, backoff_factor, min_scale, max_scale)
-        growth, backoff, smallest, largest = (jnp.asarray(x, jnp.float32) for x in given)
-        good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
+        good_steps = jnp.where(skipped, 0, state.good_steps + 1)
         grows = good_steps >= growth_interval
-        factor = jnp.where(skipped, backoff, jnp.where(grows, growth, 1))
-        failed = skipped & (state.loss_scale <= smallest)
-        return state._replace(
-            loss_scale=jnp.clip(state.loss_scale * factor, smallest, largest),
+        factor = jnp.where(skipped, 0.5, jnp.where(grows, 2.0, 1.0))
+        has_failed = skipped & (state.loss_scale <= _MIN_SCALE)
+        return guard.advance(state, observed, skipped)._replace(
+            loss_scale=jnp.clip(state.loss_scale * factor, _MIN_SCALE, _MAX_SCALE),
             good_steps=jnp.where(grows, 0, good_steps),
-            guard_failed=state.guard_failed | failed.astype(jnp.int32),
+            guard_failed=jnp.where(has_failed, 1, state.guard_failed),
         )
 
     def fields(params: Tree) -> dict[str, Scalar]:
         return {"loss_scale": jnp.array(init_scale, jnp.float32)}  # a copy, which may be donated
 
-    return guarded(inner, guard._replace(advance=advance, fields=fields, unscale=_unscaled))
+    return gated(guard._replace(advance=advance, fields=fields, unscale=_unscaled), inner)
 
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, describe, is_scalar, shapes_of, shortened
+from .._checks import check_callable, describe, is_scalar
 from .._errors import public, type_error
 from .._mask import Mask
 from .._mesh import varying_axes
 from .._run_if import like_dtypes
 from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..gates._gate import Gradient, Guard
-from ._guard import check_guard, guarded
+from ..gates._execute import gated
+from ..gates._gate import Call, Guard
 
 
 @register_guard("skipped_other")
@@ -126,19 +126,11 @@ def skip_if(
         >>> updates.tolist(), int(state.skipped_other)
         ([0.0], 1)
     """
-    axes = check_guard(inner, axis_name)
     rule = predicate if isinstance(predicate, SkipRule) else _without_state(predicate)
 
-    def check(gradient: Gradient, state: SkipIfState) -> tuple[Scalar, Tree]:
-        grads, _, params, extra_args = gradient
-        result = rule.should_skip(grads, state.rule_state, params, **extra_args)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            must, hint = (
-                "a `SkipRule` whose `should_skip` returns `(skip, observed)`",
-                "Return both.",
-            )
-            raise type_error("predicate", must, shortened(result), hint)
-        skip, observed = result
+    def check(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
+        given = call.grads, call.state.rule_state, call.params
+        skip, observed = rule.should_skip(*given, **call.extra_args)
         is_bool = is_scalar(skip, jnp.bool_)
         if not is_bool or varying_axes(jnp.asarray(skip)):
             must = "a function that returns a bool[] that is the same on all devices"
@@ -150,19 +142,15 @@ def skip_if(
     def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
-        if shapes_of(rule_state) != shapes_of(state.rule_state):
-            must = "a `SkipRule` whose `advance` returns a state with the shapes of its input"
-            hint = f"The state before was {shortened(state.rule_state)}."
-            raise type_error("predicate", must, shortened(rule_state), hint)
         rule_state = like_dtypes(rule_state, state.rule_state)
         return state._replace(skipped_other=count, rule_state=rule_state)
 
     def fields(params: Tree) -> dict[str, Tree]:
         return {"rule_state": jax.tree.map(jnp.array, rule.init(params))}
 
-    guard = Guard("skip_if", SkipIfState, check, advance, fields, checks_window=True)
-    guard = guard._replace(axis_name=axes, mask=mask, max_consecutive_skips=max_consecutive_skips)
-    return guarded(inner, guard)
+    guard = Guard("skip_if", SkipIfState, check, advance, fields, axis_name=axis_name, mask=mask)
+    guard = guard._replace(checks_window=True, max_consecutive_skips=max_consecutive_skips)
+    return gated(guard, inner)
 
 
 def _without_state(predicate: Any) -> SkipRule:

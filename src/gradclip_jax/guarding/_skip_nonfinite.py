@@ -1,20 +1,38 @@
-"""Guard that skips steps with non-finite values."""
+"""Guard that skips steps with non-finite values.
+
+A finite gradient does not imply a finite optimizer step. For example, a gradient of 1e20 makes the
+second moment of Adam infinite permanently, although the update is still finite. Guards can
+therefore check the update and the next state as well.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Hashable
+from typing import Literal, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
-from .._checks import check_choice
+from .._checks import check_choice, is_scalar
+from .._devices import fusion_barrier, joined
 from .._errors import public
-from .._mask import Mask
-from .._states import increment_where, register_guard
-from .._types import AxisName, Count, Scalar, Tree
-from ..gates._gate import Gradient, Guard
-from ._detect import all_finite, finite_extra_args, has_finite_squares, is_finite_step
-from ._guard import Check, check_guard, guarded
+from .._leaves import is_measured, measured_leaves
+from .._mask import Mask, included_leaves
+from .._mesh import max_over, shard_axes
+from .._states import KINDS, increment_where, kind_of, register_guard, replace_states
+from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
+from ..clipping._norm import norm_of_leaves
+from ..gates._execute import gated
+from ..gates._extra_args import loss_of
+from ..gates._gate import Call, ExtraArgs, Guard, params_of
+
+Check: TypeAlias = Literal["gradient", "step"]
+"""Whether a guard checks only the gradient, or the computed step as well."""
 
 
 @register_guard("skipped_nonfinite")
@@ -58,7 +76,6 @@ def skip_nonfinite(
     | a NaN or infinity in the update, or a new one in a state array | applied by default |
     | the same with `check="step"` | zero update, state unchanged |
     | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
-    | an array as loss | all elements must be finite; a warning |
     | a micro-batch of weight 0 of an accumulation inside this guard | not checked |
     | `weight` without an accumulation | passed to `inner`; `apply_gradients` warns |
     | 50 consecutive steps without an applied update | `guard_failed` is 1 from then on |
@@ -77,7 +94,8 @@ def skip_nonfinite(
     copies the state.
 
     Args:
-        inner: Gradient transformation. With `check="step"` it must not contain `optax.MultiSteps`.
+        inner: Gradient transformation. With `check="step"`, use `accumulate_gradients` instead of
+            `optax.MultiSteps`, in which an overflow of the gradient sum fails all later steps.
         check: "gradient" to check only the gradient, or "step" to check the computed step as well.
         max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set to 1
             permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
@@ -92,8 +110,8 @@ def skip_nonfinite(
         arguments, no buffers are copied.
 
     Raises:
-        TypeError: If `inner` is not a gradient transformation or contains `MultiSteps`, or if a
-            leaf is not floating-point or complex.
+        TypeError: If `inner` is not a gradient transformation, if a leaf is not floating-point or
+            complex, or if the loss is not a real scalar.
         ValueError: If `max_consecutive_skips` is less than 1, or if `check` is unknown.
 
     Examples:
@@ -104,27 +122,125 @@ def skip_nonfinite(
         >>> updates.tolist(), int(state.skipped_nonfinite)
         ([0.0], 1)
     """
-    axes = check_guard(inner, axis_name)
-    guard = finite_guard("skip_nonfinite", SkipNonfiniteState, check, mask, axes)
-    return guarded(inner, guard._replace(max_consecutive_skips=max_consecutive_skips))
+    guard = finite_guard("skip_nonfinite", SkipNonfiniteState, check, mask, axis_name)
+    return gated(guard._replace(max_consecutive_skips=max_consecutive_skips), inner)
 
 
 def finite_guard(function: str, kind: type, check: Check, mask: Mask, axes: AxisName) -> Guard:
     """Return a guard that counts non-finite steps in `skipped_nonfinite`."""
     check_choice("check", check, ("gradient", "step"))
 
-    def check_gradient(gradient: Gradient, state: Tree) -> tuple[Scalar, Tree]:
-        passed = finite_extra_args(gradient.extra_args, axes)
+    def check_gradient(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
+        accepted = finite_scalars(call.extra_args, axes)
         if check == "step":
-            return passed & all_finite(gradient.tree, axes), ()
-        return passed & has_finite_squares(gradient.tree, gradient.norm, axes), ()
+            return accepted & all_finite(call.grads, axes), ()
+        return accepted & has_finite_squares(call.grads, norm, axes), ()
 
     def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
         count = increment_where(state.skipped_nonfinite, skipped)
         return state._replace(skipped_nonfinite=count)
 
+    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
     guard = Guard(function, kind, check_gradient, advance, mask=mask, axis_name=axes)
-    if check == "step":
-        check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
-        return guard._replace(check_step=check_step)
-    return guard._replace(checks_window=True)
+    is_step = check == "step"
+    return guard._replace(check_step=check_step if is_step else None, checks_window=not is_step)
+
+
+def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
+    """Return whether all elements of a tree are finite on all devices."""
+    return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
+
+
+def has_finite_squares(tree: Tree, norm: Scalar, axis_name: AxisName) -> Scalar:
+    """Return whether the sum of squares is finite, so that no second moment becomes infinite.
+
+    For dtypes with a smaller range than float32, such as float16, the individual squares must be
+    finite in that dtype as well. `norm` is the norm of the tree.
+    """
+    leaves = measured_leaves(tree)
+    largest = [float(jnp.finfo(x.dtype).max) for x in leaves]
+    ok = norm <= math.sqrt(min([x for x in largest if x > 1e38], default=UNBOUNDED))
+    # Without the barrier, XLA may omit the rounding that makes these values infinite.
+    narrow = [fusion_barrier(x) for x, y in zip(leaves, largest, strict=True) if y < 1e38]
+    if narrow:
+        ok &= norm_of_leaves(narrow, math.inf, axis_name) <= math.sqrt(min(largest))
+    return ok
+
+
+def is_finite_step(
+    updates: Tree, before: Tree, after: Tree, params: Tree, mask: Mask, axis_name: AxisName
+) -> Scalar:
+    """Return whether the update and the next state of a step are finite.
+
+    | in the next state | verdict |
+    | --- | --- |
+    | a new NaN | non-finite |
+    | a new infinity in an array, or in the moment of a parameter | non-finite |
+    | an infinity in any other scalar, such as a hyperparameter | accepted |
+    | a moment of a parameter that the mask excludes | not checked |
+    | measurements in states of this package | not checked, because no step depends on them |
+    """
+    leaves = jax.tree.leaves_with_path(params_of(updates))
+    included = included_leaves(mask, params_of(updates), params_of(params))
+    shapes = {path: np.shape(x) for path, x in leaves if is_measured(x)}
+    excluded = {path for (path, _), keep in zip(leaves, included, strict=True) if not keep}
+    before, after = map(_without_measurements, (before, after))
+    rows = [(path, x, None) for path, x in jax.tree.leaves_with_path(updates)]
+    pairs = zip(jax.tree.leaves_with_path(after), jax.tree.leaves(before), strict=True)
+    rows += [(path, x, old) for (path, x), old in pairs]
+    flags: dict[Hashable, Array] = {}
+    for path, x, old in rows:
+        # The path of a moment ends with the path of its parameter.
+        suffixes = [path[i:] for i in range(len(path) + 1)]
+        place = next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
+        if not is_measured(x) or place in excluded:
+            continue
+        is_number = old is not None and place is None and np.ndim(x) == 0
+        bad = jnp.isnan(x) if is_number else is_bad(x)
+        if old is not None:
+            bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(old)))
+        # Combine the update and the moments of a parameter, so that XLA reads them once.
+        key = len(flags) if place is None else (place, jax.typeof(bad))
+        flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
+    return ~_is_any(list(flags.values()), axis_name)
+
+
+def _without_measurements(state: Tree) -> Tree:
+    """Keep only accumulators and the inner state of states of this package."""
+
+    def without(node: Tree) -> Tree:
+        names = kind_of(node).inner, "acc_grads"
+        return [_without_measurements(getattr(node, name, ())) for name in names]
+
+    return replace_states(state, tuple(KINDS), without)
+
+
+def finite_scalars(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
+    """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
+    weight = extra_args.get("weight")
+    weight = weight if is_scalar(weight, jnp.inexact) else None
+    return all_finite([loss_of(extra_args, axis_name), weight], axis_name)
+
+
+def is_bad(x: Array) -> Array:
+    """Return a mask of the non-finite elements."""
+    x = jnp.asarray(x)
+    if jnp.iscomplexobj(x):
+        return is_bad(x.real) | is_bad(x.imag)
+    info = jnp.finfo(x.dtype)
+    if info.bits < 32:
+        # XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one. Scale the
+        # values so that float32 overflows between the largest finite value of the narrow dtype and
+        # the smallest value that rounds to infinity.
+        largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
+        x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
+    return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
+    """Return whether any element of `flags` is true on any device."""
+    axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
+    # On CPU, a maximum is a third faster than `jnp.any`, which XLA does not parallelize.
+    largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
+    return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0

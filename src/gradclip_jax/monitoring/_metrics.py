@@ -26,7 +26,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `mini_step`, `gradient_step` | counters of the accumulation |
     | `empty_windows` | number of windows that closed without weight |
     | `loss_scale` | factor of the next loss |
-    | `skip_threshold`, `loss`, `loss_threshold` | loss and thresholds of `skip_spikes` |
+    | `skip_threshold`, `loss_threshold` | thresholds of `skip_spikes` |
     | `skipped_nonfinite`, `skipped_large_norm` | skipped steps by cause |
     | `skipped_large_loss` | number of skipped steps by cause |
     | `skipped_other` | number of steps that `skip_if` skipped |
@@ -85,7 +85,7 @@ def metrics(state: Tree) -> dict[str, Array]:
         place = jax.tree_util.keystr(path, simple=True, separator="/") or "outermost"
         for name in kind.metrics:
             value = getattr(node, name)
-            if value is not None:  # loss metrics are None without a loss threshold
+            if value is not None:  # metrics of the loss are None without a threshold for it
                 by_name.setdefault(name, []).append((place, kind.is_guard, value))
     out: dict[str, Array] = {}
     for name, entries in by_name.items():

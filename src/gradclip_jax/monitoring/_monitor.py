@@ -93,7 +93,7 @@ class Monitor:
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.watch(gcx.skip_large_norm(optax.sgd(0.1), 4.0), history=256)
+        >>> tx = gcx.watch(gcx.skip_spikes(optax.sgd(0.1), norm=4.0), history=256)
         >>> params = {"wi": jnp.ones(2), "wo": jnp.ones(2)}
         >>> state, monitor = tx.init(params), gcx.Monitor(params)
         >>> for size in (1.0, 50.0):

@@ -48,7 +48,7 @@ def summarize(rows: Rows, last: Rows, names: Names, incidents: Sequence[Incident
         text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
         threshold = float(f"{3 * high:.2g}")
         skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
-        guard = f"skip_large_norm(optimizer, {threshold:g})"
+        guard = f"skip_spikes(optimizer, norm={threshold:g})"
         lines += [
             f"gradient norm: median {median:.3g}, {text}",
             f"suggested max_norm: {median:.2g}, the median",

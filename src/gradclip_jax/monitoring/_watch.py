@@ -21,15 +21,13 @@ from .._checks import (
 )
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, measured_shapes
-from .._mask import Mask, check_mask, mask_leaves
+from .._mask import Mask, mask_leaves
 from .._run_if import like_dtypes
 from .._states import find_role, find_states, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
-from ..gates._extra_args import has_micro_batch
-from ..gates._gate import ExtraArgs
-from ..guarding._detect import loss_of
-from ..guarding._guard import check_guard
+from ..gates._extra_args import has_micro_batch, loss_of
+from ..gates._gate import ExtraArgs, check_guard
 from ._measure import compare_replicas, measure
 from ._metrics import clip_factors
 from ._outcome import compare_norms, compare_states, flag_if
@@ -226,7 +224,7 @@ def watch(
         >>> print(*monitor.read(state).incidents, sep="\n")
         step 1: skipped, gradient norm NaN; 1 non-finite element in wo; loss 3.2
     """
-    axes = check_guard(inner, axis_name)
+    check_guard(inner, axis_name, mask)
     for kind in of:
         check_choice("of", kind, KINDS)
     measures_step = any(kind != "gradient" for kind in of)
@@ -235,7 +233,6 @@ def watch(
         raise value_error("of", 'a sequence with "parameter" for `replica_axis`', of, hint)
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
-    check_mask(mask)
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
     probes = read_sums("taps", taps)
 
@@ -255,13 +252,15 @@ def watch(
         check_state(state, WatchState)
         if params is not None or measures_step:
             check_params(updates, params)
-        outcome, batch_id, loss = _read_extra_args(extra_args, axes)
+        outcome, batch_id, loss = _read_extra_args(extra_args, axis_name)
         sums = _sums_of_taps(extra_args.get("taps"), *probes)
         output, after = inner.update(updates, state.inner_state, params, **extra_args)
 
         step = (output, params) if measures_step else ()
         step = [leaves.beside(mask_leaves(mask, x, params)) for x in step]
-        table = measure(leaves.arrays, *step, units=cut.cut(leaves.arrays, masked), axis_name=axes)
+        table = measure(
+            leaves.arrays, *step, units=cut.cut(leaves.arrays, masked), axis_name=axis_name
+        )
         happened, limits, factors = compare_states(state.inner_state, after)
         outcome |= happened | (sum(MEASURED[1:]) if measures_step else 0)
         outcome, table = compare_norms(outcome, _unscaled(table, state.inner_state))

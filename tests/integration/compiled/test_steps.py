@@ -54,7 +54,7 @@ NOT_REACHED = {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
         ("PPO", "adagc"): {"launches": 1.15},
         ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.30},
-        ("PPO", "skip_large_norm"): {"launches": 1.20},
+        ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.20},
         ("PPO", "skip_spikes"): {"launches": 1.98},
         # Of 30 more launches 21 are of scalars: the weights of micro-batches, 1 by default.
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.32},

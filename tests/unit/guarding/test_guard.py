@@ -1,7 +1,7 @@
 """What all guards share: what a skip leaves untouched, the counters, devices, errors."""
 
-import functools
 import re
+from functools import partial
 
 import chex
 import jax
@@ -12,14 +12,32 @@ import pytest
 
 import compat
 import gradclip_jax as gcx
-from guard_cases import (
-    GUARDS,
-    adamw,
-    dtypes,
-    each_guard,
-    on_shards,
-    params_and_grads,
-    spoiled,
+from guard_cases import GUARDS, on_shards
+from trees import normal
+
+
+def params_and_grads():
+    params = {"w": normal((4, 3), seed=1), "b": normal((3,), "bfloat16", seed=2)}
+    return params, jax.tree.map(lambda p: (p * 0.5 + 0.1).astype(p.dtype), params)
+
+
+def spoiled(grads, value=np.nan):
+    return {**grads, "w": grads["w"].at[1, 2].set(value)}
+
+
+def adamw():
+    schedule = optax.cosine_decay_schedule(0.1, 10)
+    # Old releases of Optax round b2 to the dtype of the first gradient: in bfloat16 to one.
+    make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    return make(schedule, weight_decay=0.1)
+
+
+def dtypes(tree):
+    return [x.dtype.name for x in jax.tree.leaves(tree)]
+
+
+some_guards = pytest.mark.parametrize(
+    "guard", [GUARDS["check of steps"], GUARDS["both"], gcx.dynamic_loss_scale]
 )
 
 
@@ -28,11 +46,11 @@ def innermost(state):
     return innermost(state.inner_state) if hasattr(state, "inner_state") else state
 
 
-@pytest.mark.parametrize("guard", [*GUARDS.values(), gcx.dynamic_loss_scale])
+@some_guards
 def test_a_skip_changes_nothing(guard):
     params, grads = params_and_grads()
     tx = guard(adamw())
-    update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
+    update, apply = jax.jit(tx.update), jax.jit(partial(gcx.apply_gradients, tx))
     moved, state = update(grads, tx.init(params), params)
     for bad in (np.nan, np.inf, -np.inf):
         updates, after = update(spoiled(grads, bad), state, params)
@@ -44,23 +62,21 @@ def test_a_skip_changes_nothing(guard):
         assert dtypes((updates, after, stay)) == dtypes((moved, state, params))
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda update: update], ids=["jit", "eager"])
-@pytest.mark.parametrize(
-    "inner",
-    [optax.adamw(optax.cosine_decay_schedule(0.1, 10)), optax.optimistic_gradient_descent(0.1)],
-    ids=["adamw", "with a constant bool in its state"],
-)
-@each_guard
-def test_a_good_step_is_that_of_the_inner_optimizer(guard, inner, wrap):
+@pytest.mark.parametrize("guard", [GUARDS["check of steps"], GUARDS["both"]])
+def test_a_good_step_is_that_of_the_inner_optimizer(guard):
     params, grads = params_and_grads()
+    # The first has a constant bool in its state.
+    inner = optax.chain(
+        optax.optimistic_gradient_descent(1.0),
+        optax.adamw(optax.cosine_decay_schedule(0.1, 10)),
+    )
     tx = guard(inner)
     state, bare = tx.init(params), inner.init(params)
+    update, inner_update = jax.jit(tx.update), jax.jit(inner.update)
     for _ in range(3):
-        updates, state = wrap(tx.update)(grads, state, params)
-        expected, bare = wrap(inner.update)(grads, bare, params)
-        # A checked step is traced, and XLA fuses it: one unit in the last place.
-        is_eager = wrap is not jax.jit and guard is not GUARDS["check of steps"]
-        chex.assert_trees_all_close(updates, expected, rtol=0 if is_eager else 2e-7)
+        updates, state = update(grads, state, params)
+        expected, bare = inner_update(grads, bare, params)
+        chex.assert_trees_all_close(updates, expected, rtol=2e-7)
         assert state.skipped_nonfinite == state.consecutive_skips == 0
         grads = jax.tree.map(lambda g: (g * 1.5).astype(g.dtype), grads)
 
@@ -70,7 +86,7 @@ def test_gradients_and_parameters_may_differ_in_dtype():
     grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     tx = GUARDS["both"](adamw())
     state = tx.init(params)
-    update, apply = jax.jit(tx.update), jax.jit(functools.partial(gcx.apply_gradients, tx))
+    update, apply = jax.jit(tx.update), jax.jit(partial(gcx.apply_gradients, tx))
     for batch in (grads, jax.tree.map(lambda g: g * jnp.nan, grads), grads):
         updates, _ = update(batch, state, params)
         after, next_state = apply(batch, state, params)
@@ -80,12 +96,11 @@ def test_gradients_and_parameters_may_differ_in_dtype():
     assert state.skipped_nonfinite == 1
 
 
-@each_guard
 @pytest.mark.parametrize(("options", "limit"), [
     ({}, 50), ({"max_consecutive_skips": 2}, 2), ({"max_consecutive_skips": None}, np.inf),
 ])  # fmt: skip
-def test_the_guard_fails_after_so_many_skips_in_a_row_and_goes_on_to_skip(guard, options, limit):
-    tx = guard(optax.sgd(1.0), **options)
+def test_the_guard_fails_after_so_many_skips_in_a_row_and_goes_on_to_skip(options, limit):
+    tx = GUARDS["both"](optax.sgd(1.0), **options)
 
     def step(state, grad):
         updates, state = tx.update(grad[None], state)
@@ -99,12 +114,11 @@ def test_the_guard_fails_after_so_many_skips_in_a_row_and_goes_on_to_skip(guard,
     assert (state.skipped_nonfinite, state.consecutive_skips) == (51, 0)
 
 
-@pytest.mark.parametrize("ord", [1, 2, np.inf])
-def test_a_nan_is_skipped_in_a_large_leaf_whatever_the_order_of_the_norm(ord):
+def test_a_nan_is_skipped_in_a_large_leaf():
     # From 65,536 elements on, JAX on the CPU drops a NaN from a maximum.
     grads = jnp.ones(70_000).at[30_000].set(jnp.nan)
-    for tx in (gcx.skip_nonfinite, functools.partial(gcx.skip_large_norm, max_norm=1e9, ord=ord)):
-        updates, state = jax.jit(tx(optax.sgd(0.1)).update)(grads, tx(optax.sgd(0.1)).init(grads))
+    for tx in (gcx.skip_nonfinite(optax.sgd(0.1)), gcx.skip_spikes(optax.sgd(0.1), norm=1e9)):
+        updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         assert state.skipped_nonfinite == 1 and not updates.any()
 
 
@@ -161,16 +175,27 @@ def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
     assert updates.tolist() == [1.0]
 
 
-# Other inputs
-
-
-@each_guard
-def test_a_weakly_typed_inner_state_is_traced_once(guard):
+def test_a_weakly_typed_inner_state_is_traced_once():
     inner = optax.GradientTransformation(
         lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, 2 * state)
     )
-    tx, params = guard(inner), jnp.ones(2)
+    tx, params = GUARDS["check of steps"](inner), jnp.ones(2)
     step, state = jax.jit(tx.update), tx.init(params)
     for _ in range(3):
         _, state = step(params, state, params)
     assert step._cache_size() == 1
+
+
+# With windows
+
+
+@pytest.mark.parametrize("guard", [GUARDS["check of steps"], GUARDS["both"]])
+def test_a_run_of_nan_that_flushes_empty_windows_fails(guard):
+    tx = guard(gcx.accumulate_gradients(optax.sgd(0.1), 4), max_consecutive_skips=6)
+    params = jnp.zeros(2)
+    state, update, flush = tx.init(params), jax.jit(tx.update), jax.jit(partial(gcx.flush, tx))
+    for i in range(6):
+        _, state = update(jnp.full(2, jnp.nan), state, params)
+        if i % 2:
+            _, state = flush(state, params)
+    assert state.guard_failed and state.consecutive_skips == 6

@@ -16,17 +16,10 @@ def scale_of(state):
     return float(gcx.metrics(state)["loss_scale"])
 
 
-def fixed(inner, scale, **others):
-    """A scale that never changes."""
-    return gcx.dynamic_loss_scale(
-        inner, init_scale=scale, min_scale=scale, max_scale=scale, **others
-    )
-
-
 # The loss
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_value_is_the_true_loss_and_the_gradient_is_scaled(dtype):
     state = gcx.dynamic_loss_scale(optax.sgd(1.0), init_scale=1024.0).init(jnp.zeros(2))
 
@@ -34,19 +27,16 @@ def test_the_value_is_the_true_loss_and_the_gradient_is_scaled(dtype):
         return gcx.scale_loss(state, jnp.sum(x * x))
 
     x = jnp.array([3.0, -4.0], dtype)
-    for run in (lambda f: f, jax.jit):
-        value, grads = run(jax.value_and_grad(loss))(x)
-        assert value == 25.0 and value.dtype == jnp.float32
-        assert grads.dtype == x.dtype and grads.tolist() == [6144.0, -8192.0]
-        assert run(lambda x: jax.jvp(loss, (x,), (x,))[1])(x) == 51200.0
+    value, grads = jax.jit(jax.value_and_grad(loss))(x)
+    assert value == 25.0 and value.dtype == jnp.float32
+    assert grads.dtype == x.dtype and grads.tolist() == [6144.0, -8192.0]
+    assert jax.jvp(loss, (x,), (x,))[1] == 51200.0
 
 
 @pytest.mark.parametrize(
     "around",
     [
-        lambda tx: optax.chain(optax.identity(), tx),
-        lambda tx: gcx.accumulate_gradients(tx, 2),
-        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.chain(optax.identity(), gcx.accumulate_gradients(tx, 2)),
         lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "v": "b"}),
     ],
 )
@@ -60,36 +50,32 @@ def test_the_scale_is_found_in_any_state(around):
 # When the scale moves
 
 
-def scales_of(tx, stream, state=None):
-    """The scale after each gradient, and the last state; no update is ever bad."""
-    state = tx.init(jnp.zeros(2)) if state is None else state
-    update, seen = jax.jit(tx.update), []
-    for grad in stream:
-        updates, state = update(jnp.full(2, grad), state)
-        seen.append(scale_of(state))
-        assert jnp.isfinite(updates).all()
-    return seen, state
-
-
 def test_the_scale_falls_at_a_bad_step_and_grows_after_good_ones_in_a_row_within_its_bounds():
-    tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=4.0, growth_interval=3, max_scale=8.0)
-    stream = np.float32([1, 1, 1, 1, 1, 1, np.nan, 1, 1, np.inf, 1, 1, 1, 1e25, np.nan, np.nan])
-    scales, state = scales_of(tx, stream)
-    assert scales == [4, 4, 8, 8, 8, 8, 4, 4, 4, 2, 2, 2, 4, 2, 1, 1]
-    assert state.skipped_nonfinite == 5 and state.guard_failed
+    stream = np.float32([1, 1, 1, 1, 1, 1, np.nan, 1, 1, np.inf, 1, 1, 1, 1e30, np.nan, np.nan])
+    for first, expected in (
+        (2.0**24, np.float32(2.0**24) / [1, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 2, 4, 8, 16]),
+        (1.0, [1, 1, 2, 2, 2, 4, 2, 2, 2, 1, 1, 1, 2, 1, 1, 1]),
+    ):
+        tx = gcx.dynamic_loss_scale(optax.adam(0.1), init_scale=first, growth_interval=3)
+        state, update, scales = tx.init(jnp.zeros(2)), jax.jit(tx.update), []
+        for grad in stream:
+            updates, state = update(jnp.full(2, grad), state)
+            scales.append(scale_of(state))
+            assert jnp.isfinite(updates).all()
+        assert scales == list(expected)
+        assert (state.skipped_nonfinite, state.guard_failed) == (5, first == 1.0)
 
 
 # What the inner optimizer sees
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("check", ["step", "gradient"])
+@pytest.mark.parametrize(("dtype", "check"), [("float16", "step"), ("bfloat16", "gradient")])
 def test_gradients_are_unscaled_in_float32_and_updates_keep_their_dtype(dtype, check):
     # It steps on the gradient, and keeps it in float32.
     memory = optax.GradientTransformation(
         lambda params: jnp.zeros(params.shape), lambda g, state, params=None: (g, jnp.float32(g))
     )
-    tx = fixed(memory, 2.0**16, check=check)
+    tx = gcx.dynamic_loss_scale(memory, check=check)
     params = jnp.zeros(3, dtype)
     scaled = jnp.array([1.0, 2.0**-14, 2.0**15], dtype)
     updates, state = jax.jit(tx.update)(scaled, tx.init(params), params)
@@ -106,12 +92,12 @@ def test_an_overflow_of_float16_is_seen_where_the_rounding_could_be_left_out(che
     def step(state, wide):
         return gcx.apply_gradients(tx, wide.astype(jnp.float16), state, params)
 
-    for run in (jax.jit, lambda f: f):
-        after, state = run(step)(tx.init(params), jnp.array([1.0, 7e4, 0.0]))
-        assert not after.any() and scale_of(state) == 2.0
-        assert not gcx.diagnostics.nonfinite_leaves(state._replace(grad_norm=()))
-        after, state = run(step)(state, jnp.array([1.0, 6e4, 0.0]))
-        assert after.tolist() == [-0.5, -3e4, 0.0]
+    step = jax.jit(step)
+    after, state = step(tx.init(params), jnp.array([1.0, 7e4, 0.0]))
+    assert not after.any() and scale_of(state) == 2.0
+    assert not gcx.diagnostics.nonfinite_leaves(state._replace(grad_norm=()))
+    after, state = step(state, jnp.array([1.0, 6e4, 0.0]))
+    assert after.tolist() == [-0.5, -3e4, 0.0]
 
 
 # With other guards and with accumulation
@@ -119,14 +105,14 @@ def test_an_overflow_of_float16_is_seen_where_the_rounding_could_be_left_out(che
 
 def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     tx = gcx.dynamic_loss_scale(
-        gcx.skip_spikes(gcx.skip_nonfinite(optax.sgd(1.0)), norm=10.0, loss=4.0), init_scale=2.0**10
+        gcx.skip_spikes(gcx.skip_nonfinite(optax.sgd(1.0)), norm=10.0, loss=2.5), init_scale=2.0**10
     )
     params = jnp.array([3.0, 4.0])
     state = tx.init(params)
     loss, grads = jax.value_and_grad(lambda p: gcx.scale_loss(state, p @ p / 10))(params)
     _, state = tx.update(grads, state, params, value=loss)
     found = gcx.metrics(state)
-    assert found["grad_norm"] == 1.0 and found["loss"] == 2.5
+    assert found["grad_norm"] == 1.0
     assert found["skipped_large_norm"] == found["skipped_large_loss"] == 0
     # A spike is no fault of the scale.
     _, state = tx.update(100 * grads, state, params, value=loss)

@@ -43,7 +43,7 @@ PLACES = {
     "multi_steps": (optax.MultiSteps(clip(), 2), CLIP),
     "apply_if_finite": (optax.apply_if_finite(clip(), 3), CLIP),
     "skip_nonfinite": (gcx.skip_nonfinite(clip()), CLIP | NONFINITE | {"grad_norm/outermost"}),
-    "skip_large_norm": (gcx.skip_large_norm(optax.sgd(0.1), 9.0), LARGE),
+    "skip_spikes": (gcx.skip_spikes(optax.sgd(0.1), norm=9.0), LARGE),
     "watch": (
         gcx.watch(optax.sgd(0.1)),
         {"gradient_norm", "update_norm", "parameter_norm", "update_ratio", "nonfinite_elements"}
@@ -98,7 +98,7 @@ def test_a_state_is_found_inside_any_pytree(wrap):
 
 
 def test_steps_and_skips_are_counted_by_cause():
-    inner = gcx.skip_large_norm(optax.sgd(0.1), 10.0, max_consecutive_skips=2)
+    inner = gcx.skip_spikes(optax.sgd(0.1), norm=10.0, max_consecutive_skips=2)
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 2), max_consecutive_skips=3)
     _, state = feed(tx, [1.0, 1.0, np.nan, 1.0, 50.0, 50.0, 50.0, np.inf])
     found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
@@ -121,9 +121,9 @@ def test_steps_and_skips_are_counted_by_cause():
 
 def test_a_guard_changes_no_key_that_was_there():
     inner = optax.chain(clip(10.0), optax.adam(0.1), clip(0.01))
-    around = gcx.skip_large_norm(gcx.skip_nonfinite(inner), 1e3, max_consecutive_skips=2)
+    around = gcx.skip_spikes(gcx.skip_nonfinite(inner), norm=1e3, max_consecutive_skips=2)
     one = gcx.skip_nonfinite(optax.chain(clip(), optax.sgd(0.1)))
-    two = gcx.skip_large_norm(one, 1e3)
+    two = gcx.skip_spikes(one, norm=1e3)
     for fewer, more in ((inner, around), (one, two)):
         before = {k for k in gcx.metrics(fewer.init(PARAMS)) if "outermost" not in k}
         assert before <= set(gcx.metrics(more.init(PARAMS)))
@@ -169,6 +169,6 @@ def test_groups_carry_their_label():
 
 
 def test_nothing_is_computed_inside_jit():
-    tx = optax.chain(clip(), gcx.skip_large_norm(optax.adam(0.1), 1.0))
+    tx = optax.chain(clip(), gcx.skip_spikes(optax.adam(0.1), norm=1.0))
     jaxpr = jax.make_jaxpr(gcx.metrics)(tx.init(PARAMS))
     assert not jaxpr.eqns

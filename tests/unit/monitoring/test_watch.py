@@ -142,7 +142,7 @@ def test_metrics_are_those_of_the_whole_tree():
             [{"applied"}, {"skipped", "skipped_nonfinite"}],
         ),
         (
-            gcx.skip_nonfinite(gcx.skip_large_norm(SGD, 10.0)),
+            gcx.skip_nonfinite(gcx.skip_spikes(SGD, norm=10.0)),
             [np.nan, 11, 1],
             [{"skipped", "skipped_nonfinite"}, {"skipped", "skipped_large_norm"}, {"applied"}],
         ),
@@ -152,7 +152,7 @@ def test_metrics_are_those_of_the_whole_tree():
             [{"skipped", "skipped_nonfinite", "guard_failed"}],
         ),
         (
-            gcx.accumulate_gradients(gcx.skip_large_norm(SGD, 10.0), 2),
+            gcx.accumulate_gradients(gcx.skip_spikes(SGD, norm=10.0), 2),
             [1, 100, 1],
             [{"held"}, {"skipped", "skipped_large_norm"}, {"held"}],
         ),
@@ -182,7 +182,7 @@ def test_a_step_of_some_parameters_is_a_step_though_those_of_an_accumulation_are
 
 
 def test_thresholds_of_the_guard_that_skipped_are_in_the_row():
-    tx = gcx.watch(gcx.skip_large_norm(gcx.skip_spikes(SGD, norm=10.0, loss=4.0), 100.0))
+    tx = gcx.watch(gcx.skip_spikes(gcx.skip_spikes(SGD, norm=10.0, loss=4.0), norm=100.0))
     rows, _ = rows_of(tx, [*of_sizes(1, 50, 500, value=3.0), *of_sizes(1, value=5.0)])
     assert rows.limits[:, 0].tolist() == [100, 10, 100, 100]
     assert rows.limits[:, 1].tolist() == [4, 4, 4, 4]

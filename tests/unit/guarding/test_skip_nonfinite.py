@@ -11,7 +11,7 @@ import pytest
 import gradclip_jax as gcx
 from compat import x64
 
-LOW = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+LOW = ["float16", "bfloat16", "float8_e4m3fn"]
 # From here on JAX takes another kernel for reductions on the CPU, which drops a NaN.
 BLOCK = 65_536
 
@@ -47,7 +47,7 @@ def test_the_largest_number_of_every_dtype_is_finite_and_a_nan_is_not(dtype, siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("size", [4, 1000, 2 * BLOCK])
+@pytest.mark.parametrize("size", [4, 2 * BLOCK])
 def test_an_update_that_overflows_when_it_is_rounded_is_found(dtype, size):
     # XLA leaves out a rounding to bfloat16 whose result is widened again, as it is for looking.
     largest = jnp.full(size, jnp.finfo(dtype).max, dtype)
