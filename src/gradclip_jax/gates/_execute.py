@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._checks import check_same_structure, check_state, check_transformation, dtype_of, is_float0
@@ -28,7 +27,7 @@ from ._gate import Call, ExtraArgs, Guard, check_guard, params_of
 if TYPE_CHECKING:
     from ..accumulation._transform import Accumulation
 
-_NOBODY: Final = np.iinfo(np.int32).max
+_NOBODY: Final = jnp.iinfo(jnp.int32).max
 """Index of the guard that rejected a step, if none did; larger than all others."""
 
 

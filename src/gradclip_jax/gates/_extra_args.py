@@ -43,12 +43,16 @@ def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
 
 
 def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
+    """Return the result of `mean_loss`, or None if no loss was passed."""
+    _, value = loss_argument(extra_args)
+    return None if value is None else mean_loss(extra_args, axis_name)
+
+
+def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return the loss in float32, averaged over devices if it differs between them."""
     name, value = loss_argument(extra_args)
-    if value is None:
-        return None
     if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
-        hint = "Pass the mean loss over the batch."
+        hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
         raise type_error(name, "a real scalar", describe(value), hint)
     loss = jnp.asarray(value, jnp.float32)
     axes = shard_axes(loss, axis_name)

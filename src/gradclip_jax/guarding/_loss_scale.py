@@ -14,7 +14,7 @@ from .._checks import check_count, check_number, is_float0
 from .._errors import public, type_error
 from .._leaves import wide_dtype
 from .._mask import Mask
-from .._states import find_states, plain_arrays, register_guard
+from .._states import find_states, increment_where, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import ClipState
 from ..gates._execute import gated
@@ -185,7 +185,7 @@ def dynamic_loss_scale(
     guard = finite_guard("dynamic_loss_scale", LossScaleState, check, mask, axis_name)
 
     def advance(state: LossScaleState, observed: Tree, skipped: Scalar) -> LossScaleState:
-        good_steps = jnp.where(skipped, 0, state.good_steps + 1)
+        good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
         grows = good_steps >= growth_interval
         factor = jnp.where(skipped, 0.5, jnp.where(grows, 2.0, 1.0))
         has_failed = skipped & (state.loss_scale <= _MIN_SCALE)

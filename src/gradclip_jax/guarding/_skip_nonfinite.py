@@ -217,9 +217,8 @@ def _without_measurements(state: Tree) -> Tree:
 
 def finite_scalars(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
-    weight = extra_args.get("weight")
-    weight = weight if is_scalar(weight, jnp.inexact) else None
-    return all_finite([loss_of(extra_args, axis_name), weight], axis_name)
+    scalars = loss_of(extra_args, axis_name), extra_args.get("weight")
+    return all_finite([x for x in scalars if is_scalar(x, jnp.inexact)], axis_name)
 
 
 def is_bad(x: Array) -> Array:

@@ -16,8 +16,8 @@ from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
 from ..gates._execute import gated
-from ..gates._extra_args import loss_of
-from ..gates._gate import Call, ExtraArgs, Guard
+from ..gates._extra_args import mean_loss
+from ..gates._gate import Call, Guard
 
 
 @register_guard(
@@ -108,9 +108,9 @@ def skip_spikes(
         has a threshold.
 
     Raises:
-        ValueError: If a number is out of range, if no threshold is given, or if `value` is missing.
+        ValueError: If a number is out of range, or if no threshold is given.
         TypeError: If `inner` is not a gradient transformation, if a leaf is not floating-point or
-            complex, or if `value` is not a real scalar.
+            complex, or if `value` is required and not a real scalar.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -133,7 +133,7 @@ def skip_spikes(
     def check(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
         values = {"norm": norm}
         if loss is not None:
-            values["loss"] = _required_loss(call.extra_args, axis_name)
+            values["loss"] = mean_loss(call.extra_args, axis_name)
         is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
         thresholds: dict[str, Scalar] = {}
         spikes: dict[str, Scalar] = {}
@@ -164,14 +164,6 @@ def _as_rule(argument: str, threshold: Threshold, low: float = 0.0) -> Rule:
         must = "a threshold that needs no parameters and, for the loss, allows negative values"
         raise value_error(argument, must, "another rule", "Pass `gcx.thresholds.mean_std()`.")
     return rule
-
-
-def _required_loss(extra_args: ExtraArgs, axes: AxisName) -> Scalar:
-    loss = loss_of(extra_args, axes)
-    if loss is None:
-        hint = "Call `update(grads, state, params, value=loss)`."
-        raise value_error("value", "passed if `loss` has a threshold", "None", hint)
-    return loss
 
 
 def _advance(state: SkipSpikesState, observed: Tree, skipped: Scalar) -> SkipSpikesState:
