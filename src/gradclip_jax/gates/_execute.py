@@ -4,12 +4,10 @@ Directly nested guards and accumulations share one `GatedUpdate`, which runs the
 transformation at most once per call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +20,7 @@ from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import discard_windows, find_role, has_stepped, increment_where, plain_arrays
 from .._types import Array, Tree
 from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
-from ._gate import Call, ExtraArgs, Guard, check_guard, params_of
-
-if TYPE_CHECKING:
-    from ..accumulation._transform import Accumulation
+from ._gate import Accumulation, Call, ExtraArgs, Guard, check_guard, params_of
 
 _NOBODY: Final = jnp.iinfo(jnp.int32).max
 """Index of the guard that rejected a step, if none did; larger than all others."""

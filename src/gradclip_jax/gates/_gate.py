@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax.numpy as jnp
 import optax
@@ -16,9 +16,6 @@ from .._run_if import Flag, like_dtypes
 from .._states import find_role
 from .._types import AxisName, Count, Scalar, Tree
 from ..clipping._norm import norm_of_leaves
-
-if TYPE_CHECKING:
-    from ..accumulation._transform import Accumulation
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
@@ -104,6 +101,26 @@ def _check_inner(inner_state: Tree) -> None:
         rule = "a transformation without `watch` around an accumulation"
         hint = "Place `watch` around all guards, or inside the accumulation."
         raise type_error("inner", rule, "one that contains it", hint)
+
+
+class Accumulation(Protocol):
+    """An accumulation, which runs its inner transformation once for each window."""
+
+    @property
+    def function(self) -> str:
+        """Name of the public function in errors and profiles."""
+        ...
+
+    def init(self, inner_state: Tree, params: Tree) -> Tree:
+        """Return the initial state of the accumulation."""
+
+    def micro_step(
+        self, grads: Tree, state: Tree, accepted: Flag | None, extra_args: ExtraArgs
+    ) -> Any:
+        """Return how a micro-batch changes its window, as a `MicroStep`.
+
+        `accepted` is whether all outer guards accepted the micro-batch, None without outer guards.
+        """
 
 
 class Call(NamedTuple):
