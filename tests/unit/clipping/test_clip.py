@@ -1,14 +1,18 @@
 """The clips as functions and as Optax transformations: right, cheap, and drop-in for Optax's own."""
 
 import functools
+import inspect
 import math
 
 import chex
+import hypothesis
+import hypothesis.extra.numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 
 import compat
 import gradclip_jax as gcx
@@ -16,6 +20,7 @@ import hlo
 import oracles
 import trees
 from clip_cases import assert_close, assert_same_bits
+from public import FUNCTIONS
 
 # --- clip_grad_norm -------------------------------------------------------------------------
 
@@ -157,6 +162,29 @@ def test_same_numbers_as_optax_on_ordinary_gradients(ours, theirs):
         chex.assert_trees_all_close(*both(threshold), rtol=1e-6, atol=1e-30)
 
 
+# Every public clip that takes a number alone.
+CLIPS = [
+    clip
+    for name, clip in FUNCTIONS.items()
+    if inspect.signature(clip, eval_str=True).return_annotation is optax.GradientTransformation
+    and name not in ("clip_by_group_norm", "round_stochastically")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", CLIPS, ids=lambda make: make.__name__)
+def test_a_clip_under_plain_inject_hyperparams_does_what_it_does_alone(make):
+    first = next(iter(inspect.signature(make).parameters))
+    value = {first: 50.0 if first == "percentile" else 0.5}
+    plain, injected = make(**value), optax.inject_hyperparams(make)(**value)
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones((2, 2))}
+    state, injected_state = plain.init(grads), injected.init(grads)
+    for scaled in (grads, jax.tree.map(lambda x: 2 * x, grads)):
+        expected, state = plain.update(scaled, state, grads)
+        found, injected_state = jax.jit(injected.update)(scaled, injected_state, grads)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
 def test_an_injected_order_may_be_static():
     inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
     clip, grads = inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0])
@@ -172,3 +200,46 @@ def test_zero_nans_after_a_reaction_of_zero_drops_every_large_or_nonfinite_gradi
     assert_same_bits(updates, jnp.zeros(3))
     np.testing.assert_equal(float(state.clip_factor), 0.0 if math.isfinite(scale) else math.nan)
     assert state.clip_fraction == 1
+
+
+# --- any gradient ---------------------------------------------------------------------------
+
+EPS = float(np.finfo(np.float32).eps)
+
+# Numbers within the range of invariant 4, elements from 3e-17 and norms up to 4e21.
+sizes = st.floats(2.0**-54, 2.0**68, width=32) | st.floats(2.0**-10, 4.0, width=32)
+numbers = sizes | sizes.map(lambda x: -x) | st.sampled_from([0.0, 1.0, -1.0])
+thresholds = st.floats(2.0**-50, 2.0**66, width=32)
+
+
+def vectors(shape):
+    return hypothesis.extra.numpy.arrays(np.float32, shape, elements=numbers)
+
+
+gradients = st.fixed_dictionaries({"w": vectors((3, 2)), "b": vectors((4,)), "s": vectors(())})
+
+EXACT = {
+    "global": (gcx.clip_by_global_norm, oracles.clip_by_global_norm),
+    "leaf": (gcx.clip_by_leaf_norm, oracles.clip_by_leaf_norm),
+    "block rms": (gcx.clip_by_block_rms, oracles.clip_by_block_rms),
+}
+_COMPILED = {
+    make: jax.jit(lambda g, t, make=make: make(t).update(g, None)[0]) for make, _ in EXACT.values()
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clip", "exact"), EXACT.values(), ids=EXACT)
+@hypothesis.given(grads=gradients, threshold=thresholds)
+def test_clip_is_exact_and_small_gradients_are_unchanged(clip, exact, grads, threshold):
+    """That clips are idempotent, keep the direction and commute with scaling follows from this."""
+    leaves, found = list(grads.values()), _COMPILED[clip](grads, jnp.float32(threshold))
+    clipped = [np.asarray(found[name]) for name in grads]  # JAX sorts the keys
+    for found, wanted in zip(clipped, exact(leaves, threshold), strict=True):
+        # A component below the smallest normal number may be taken for zero.
+        np.testing.assert_allclose(found, wanted, rtol=8 * EPS, atol=1.2e-38)
+    for found, wanted in zip(clipped, exact(clipped, threshold), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2 * EPS + 1e-6, atol=1.2e-38)  # invariant 3
+    within = exact(leaves, threshold * (1 - 4 * EPS))
+    if all(np.array_equal(x, oracles.wide(given)) for x, given in zip(within, leaves, strict=True)):
+        assert all(x.tobytes() == given.tobytes() for x, given in zip(clipped, leaves, strict=True))
