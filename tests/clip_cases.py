@@ -12,10 +12,9 @@ import oracles
 import recorded
 
 
-def step(tx, grads, params=None, state=None):
-    """One jitted update, from a fresh state unless there is one."""
-    state = tx.init(grads if params is None else params) if state is None else state
-    return jax.jit(tx.update)(grads, state, params)
+def step(tx, grads, params=None):
+    """One jitted update from a fresh state."""
+    return jax.jit(tx.update)(grads, tx.init(grads), params)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -59,38 +59,20 @@ def mean_std(
 
 
 def ema(
-    norms,
-    factor: float,
-    decay: float,
-    warmup_steps: int,
-    warmup_max: float = math.inf,
-    zeros: bool = True,
+    norms, factor: float, decay: float, warmup_steps: int, warmup_max: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """One tensor of AdaGC, 2502.11034, algorithm 1; `zeros`: whether norms of zero count."""
+    """One tensor of AdaGC, 2502.11034, algorithm 1, but norms of zero do not count."""
     level = math.inf
     out: dict[str, list[float]] = {"threshold": [], "level": []}
     for t, n in enumerate(norms):
         threshold = warmup_max if t < warmup_steps else factor * level
         clipped = min(n, threshold)
-        if n > 0 or zeros:
+        if n > 0:
             is_new = t < warmup_steps or level == math.inf
             level = min(level, clipped) if is_new else decay * level + (1 - decay) * clipped
         out["threshold"].append(threshold)
         out["level"].append(level)
     return {name: np.array(values) for name, values in out.items()}
-
-
-def adagc(
-    norms, factor: float, decay: float, warmup_steps: int, absolute: float, zeros: bool = True
-) -> dict[str, np.ndarray]:
-    """AdaGC on leaf norms, float64[steps, leaves]: in the warm-up one factor for all leaves."""
-    total = np.sqrt(np.sum(norms**2, axis=1, keepdims=True))
-    factors = np.minimum(1, absolute / np.where(total > 0, total, 1))
-    factors[warmup_steps:] = 1
-    seen = norms * factors
-    rules = [ema(n, factor, decay, warmup_steps, zeros=zeros) for n in seen.T]
-    threshold, level = (np.stack([r[name] for r in rules], 1) for name in ("threshold", "level"))
-    return {"clipped": np.minimum(seen, threshold), "level": level}
 
 
 def quantile(norms, target: float, rate: float, initial: float) -> np.ndarray:

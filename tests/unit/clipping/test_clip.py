@@ -185,13 +185,6 @@ def test_a_clip_under_plain_inject_hyperparams_does_what_it_does_alone(make):
         chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
-def test_an_injected_order_may_be_static():
-    inject = optax.inject_hyperparams(gcx.clip_by_global_norm, static_args=("ord",))
-    clip, grads = inject(max_norm=1.0, ord=1.0), jnp.float32([3.0, 4.0])
-    updates, _ = clip.update(grads, clip.init(grads))
-    np.testing.assert_allclose(np.abs(updates).sum(), 1.0, rtol=1e-6)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e20, math.inf, math.nan])
 def test_zero_nans_after_a_reaction_of_zero_drops_every_large_or_nonfinite_gradient(scale):
     clip = optax.chain(gcx.clip_by_norm(6.0, reaction="zero"), optax.zero_nans())

@@ -21,21 +21,15 @@ SHAPES = {"a": (3, 4), "b": (3, 2, 2), "c": (5,)}
 STEPS, UNBOUNDED = 7, float(np.finfo(np.float32).max)
 
 
+def drawn(seed: int, *axes: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {k: np.float32(rng.standard_normal((*axes, *shape))) for k, shape in SHAPES.items()}
+
+
 def stream() -> dict[str, np.ndarray]:
     """Gradients of seven steps: norms of the leaves differ, and rise and fall from step to step."""
-    rng = np.random.default_rng(0)
-    scales = np.array([1.0, 0.5, 2.0, 8.0, 0.05, 1.5, 4.0])
-    return {
-        name: np.float32(
-            rng.standard_normal((STEPS, *shape)) * scales.reshape(-1, *[1] * len(shape))
-        )
-        for name, shape in SHAPES.items()
-    }
-
-
-def parameters() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    return {name: np.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()}
+    scales = np.float32([1.0, 0.5, 2.0, 8.0, 0.05, 1.5, 4.0])
+    return {k: (x.T * scales).T for k, x in drawn(0, STEPS).items()}
 
 
 def _numbered(first: int, *shape: int) -> np.ndarray:
@@ -110,7 +104,7 @@ GRID = [("axis", threshold) for threshold in THRESHOLDS] + [
 @pytest.mark.parametrize(("granularity", "threshold"), GRID)
 def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
     (cut, units_of), (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
-    grads, params = stream(), parameters()
+    grads, params = stream(), drawn(1)
     norms = np.stack(
         [unit_norms({k: x[t] for k, x in grads.items()}, units_of) for t in range(STEPS)]
     )

@@ -175,6 +175,7 @@ PRODUCERS = {
     "broadcast of a scalar": lambda a, b: jnp.full((3, 4), -a[1]),
     "dot": lambda a, b: -jnp.dot(a.reshape(2, 2), jnp.eye(2), precision="highest"),
     "sum over an axis": lambda a, b: -jnp.stack([a, b]).sum(0),
+    "one element": lambda a, b: -2.0 * a[1] * 0.5,
     "scan": lambda a, b: jax.lax.scan(lambda c, x: (c, -x), 0.0, a)[1],
 }
 
@@ -195,16 +196,6 @@ def test_a_norm_behind_a_producer_is_exact_at_both_ends_of_the_range(name):
         exact = oracles.vector_norm(grads)
         np.testing.assert_allclose([norm, reported], exact, rtol=2e-6)
         np.testing.assert_allclose(oracles.vector_norm(clipped), min(1.0, exact), rtol=4e-6)
-
-
-@pytest.mark.parametrize("shape", [(), (1, 1)])
-def test_a_norm_of_one_element(shape):
-    @jax.jit
-    def norms(x):
-        return [gcx.global_norm(y) for y in (x, -x, -2.0 * x * 0.5)]
-
-    for value in (1e-16, 3.0, 1e20, 4e21, np.inf, np.nan):
-        np.testing.assert_allclose(norms(jnp.full(shape, value)), [value] * 3, rtol=2e-6)
 
 
 # --- one pass -------------------------------------------------------------------------------
@@ -285,10 +276,3 @@ def test_second_derivatives_of_norms_and_clips_where_an_element_is_zero():
     exact = -(cross + cross.T + (w @ x) * (np.eye(3) - 3 * np.outer(x, x) / norm**2)) / norm**3
     found = jax.jit(jax.jacrev(jax.grad(clipped)))(jnp.float32(x))
     np.testing.assert_allclose(found, exact, atol=1e-6)
-
-
-def test_strict_promotion_of_dtypes_and_ranks():
-    with compat.strict():
-        for ord in ORDERS:  # promotion is checked when a function is traced
-            jax.eval_shape(lambda t, p=ord: gcx.leaf_norms(t, ord=p), trees.build("mixed_dtypes"))
-            jax.eval_shape(lambda x, p=ord: own_norms(x, (0,), p), trees.normal((3, 4)))

@@ -68,13 +68,6 @@ def test_a_step_with_one_bad_norm_changes_the_state_of_no_norm():
     np.testing.assert_allclose(clipped, column(0, 1, 3), rtol=1e-6)
 
 
-def test_a_state_of_a_rule_keeps_its_dtype():
-    rule = Rule(lambda norm: jnp.zeros_like(norm, jnp.bfloat16), lambda n, s, p: (2, s + n))
-    _, states, _ = train(gcx.clip_by_norm(rule), np.float32([5.0]))
-    assert states.clip_threshold == 2 and states.rules[0] == 5
-    assert states.rules[0].dtype == jnp.bfloat16
-
-
 def test_relative_to_params():
     clip = by_row(gcx.thresholds.relative_to_params(jnp.bfloat16(0.5), eps=0.1))
     with compat.strict():
