@@ -6,6 +6,7 @@ The published rules are in `_rules.py`. Users can define their own rules with th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_number, describe, is_scalar, shapes_of, shortened
+from .._devices import map_arrays
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
@@ -218,9 +220,14 @@ def apply_rules(
             vector, state = apply_rule(rule, _as_vector(own), state, _as_vector(params), is_finite)
             thresholds += split(vector, own)
         else:
-            thresholds += [apply_rule(rule, x, (), y)[0] for x, y in zip(own, params, strict=True)]
+            thresholds += map_arrays(functools.partial(_threshold_of, rule), own, params)
         after.append(state)
     return thresholds, tuple(after) if states else ()
+
+
+def _threshold_of(rule: Rule, norm: Array, param_norm: Array) -> Array:
+    """Apply a rule without a state."""
+    return apply_rule(rule, norm, (), param_norm)[0]
 
 
 def _as_vector(norms: Sequence[Array]) -> Array:
