@@ -44,6 +44,10 @@ ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
 """What evidence for a rewind leads to, each time, and the number of steps without any after which
 earlier rewinds no longer count."""
 
+KEPT = 128
+"""Rows after an incident in which its threshold for the loss still counts, because the thresholds
+of incidents adapt to a long stretch."""
+
 _HARMFUL = {"loss", "nan", "infinity"}
 """Kinds of incidents in bad rows. The loss tells whether an outlier of a norm did harm."""
 
@@ -182,10 +186,14 @@ def _evidence(
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
     """Return which steps were applied although the loss is an outlier or a gradient not finite."""
-    bad = [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)]
-    first = rows.loss[:1]
+    first, limit = rows.loss[:1], np.full(len(rows.step), np.inf)
+    for x in incidents:
+        if "loss" in x.kinds:
+            is_near = (rows.step >= x.step) & (rows.step < x.step + KEPT)
+            limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     is_early = (rows.step < EARLY) & (rows.loss > EARLY_RATIO * first) & (first > 0)
-    return rows.has(Outcome.APPLIED) & (np.isin(rows.step, bad) | is_early)
+    is_outlier = np.isin(rows.step, [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)])
+    return rows.has(Outcome.APPLIED) & (is_outlier | is_early | (rows.loss > limit))
 
 
 def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:

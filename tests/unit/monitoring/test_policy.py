@@ -113,6 +113,13 @@ def test_an_early_stretch_needs_no_incidents():
     assert run.read(32, loss={2: 30.0}) == "continue" and run.read(3) == "save"
 
 
+def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
+    run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
+    run.incidents.append(Incident(50, ("loss",), 1.0, loss_threshold=15.0))
+    assert run.read(100, loss=loss) == "rewind"
+    assert run.last.batch_ids == list(range(50, 70))
+
+
 def test_a_stretch_of_windows_leaves_out_all_their_micro_batches():
     run = Run(saved=[0])
     held = {step: int(HELD) for step in range(400) if step % 4 != 3}
