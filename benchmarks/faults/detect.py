@@ -127,7 +127,7 @@ class Run:
         early = jax.jit(jax.vmap(first_steps))
         keys = jax.random.split(jax.random.key(99 + self.seed), count)
         at = np.resize(EARLY, count)
-        clean = np.asarray(early(keys, np.full(count, -1), np.zeros(count, "f")).floats[..., 0])
+        clean = losses_of(early(keys, np.full(count, -1), np.zeros(count, "f")))
         largest = np.array([losses[:step].max() for losses, step in zip(clean, at, strict=True)])
         return {"early": (at, early(keys, at, np.float32(10 * largest)))}
 
@@ -233,6 +233,11 @@ def flipped(x):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def losses_of(stack):
+    """Return the losses in a stack of rows, which hold the bits of floats."""
+    return np.ascontiguousarray(stack.values[..., 4]).view(np.float32)
+
+
 def part_of(stack, i):
     return jax.tree.map(lambda x: x[i], stack)
 
@@ -269,7 +274,7 @@ class Scores:
 
     def count_faults(self):
         for given, stack in self.rows["faults"], self.rows["drifts"]:
-            losses, places = stack.floats[..., 0][:, AT:], collections.Counter()
+            losses, places = losses_of(stack)[:, AT:], collections.Counter()
             for i, kind in enumerate(given["kind"]):
                 usual, places[kind] = losses[places[kind]], places[kind] + 1
                 if kind >= 0:
@@ -287,7 +292,7 @@ class Scores:
         if fault == DRIFT:  # within a factor of 30 of the usual norm
             window = min(window, int(np.log(30) / np.log(rate)) + 1)
         # A bit is harmful if the loss is not finite, or above those of the same batches without it.
-        losses = stack.floats[AT:, 0]
+        losses = losses_of(stack)[AT:]
         if "bit" in fault and (losses < 1.1 * np.maximum(usual, usual.mean())).all():
             return
         found = [x for x in self.read(part_of(stack, slice(AT + window))) if x.step >= AT]
@@ -304,10 +309,9 @@ class Scores:
     def count_replicas(self):
         devices, stacks = self.rows["replicas"]
         for fault, stack in stacks.items():
-            differs = stack.ints[:, 0, :, 2] & int(Outcome.REPLICA_DIFFERS) != 0
-            for device, shown, is_found in zip(
-                devices, stack.ints[:, 0, :, 3], differs, strict=True
-            ):
+            outcomes, indices = stack.values[:, 0, :, 2], stack.values[:, 0, :, 3]
+            differs = outcomes & int(Outcome.REPLICA_DIFFERS) != 0
+            for device, shown, is_found in zip(devices, indices, differs, strict=True):
                 self.table[fault] += [1, is_found.any(), device in shown[is_found]]
 
 

@@ -71,6 +71,13 @@ def leaf_path(argument: str, path: Path) -> str:
     return argument + jax.tree_util.keystr(path)
 
 
+def leaf_name(path: Path, index: Iterable[int] = ()) -> str:
+    """Format the path of a leaf, or of a layer or row of it, for logs, such as `decoder/wi[3]`."""
+    keys = tuple(key for key in path if str(key) != ".value")  # of a variable of Flax NNX
+    name = jax.tree_util.keystr(keys, simple=True, separator="/")
+    return name + "".join(f"[{i}]" for i in index)
+
+
 def is_traced(value: object) -> bool:
     return isinstance(value, Tracer)
 

@@ -1,7 +1,4 @@
-"""Rows: the measurements of one step, as `watch` writes them and as the host reads them.
-
-`Row` lists the columns on the device, and `Rows` those on the host.
-"""
+"""Rows: the measurements of consecutive steps on the host, from `watch` or from a log."""
 
 import enum
 import json
@@ -15,21 +12,14 @@ import numpy as np
 
 from .._errors import value_error
 from .._types import Array, HostArray, Scalar
-from ._taps import SHAPE as TAP_SHAPE
-from ._taps import STATISTICS, statistics
+from ._taps import SHAPE, STATISTICS, statistics
 
-KINDS = ("gradient", "update", "parameter")
-"""The norms that `watch` measures, in the order of `Rows.norms`."""
-
-TREE = 3
-"""Index of the norms of the whole tree in a row of floats, after the loss and two thresholds."""
-
-WIDTH = len(KINDS) + 1
-"""Number of values for the whole tree and for each unit: the norms and the non-finite elements."""
+NUM_INTS, TREE = 4, 7
+"""Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
 
 
 class Outcome(enum.IntFlag):
-    """What is known about a step; the bits of the column `outcome` of the rows of `watch`.
+    """What is known about a step; the bits of the column `outcome` of `Rows`.
 
     | flag | meaning |
     | --- | --- |
@@ -45,7 +35,7 @@ class Outcome(enum.IntFlag):
     | `UNCHANGED` | the optimizer ran; the update is zero although the gradient is not |
     | `EMPTY_WINDOW` | an accumulation inside dropped a window whose weight is zero |
     | `GUARD_FAILED` | a guard inside has failed |
-    | `REPLICAS_CHECKED`, `REPLICA_DIFFERS` | replicas were compared; one differs |
+    | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -76,9 +66,11 @@ class Outcome(enum.IntFlag):
     SKIPPED_LARGE_LOSS = enum.auto()
     GUARD_FAILED = enum.auto()
     EMPTY_WINDOW = enum.auto()
-    REPLICAS_CHECKED = enum.auto()
     REPLICA_DIFFERS = enum.auto()
 
+
+KINDS = ("gradient", "update", "parameter")
+"""The norms in `Rows.norms`."""
 
 MEASURED = Outcome.HAS_GRADIENT, Outcome.HAS_UPDATE, Outcome.HAS_PARAMETER
 """The flags of `KINDS`."""
@@ -98,12 +90,6 @@ class Names(NamedTuple):
     taps: tuple[str, ...] = ()
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """Number of floats of a row on the device: loss, limits, norms, taps and clips."""
-        num_taps = len(self.taps) * math.prod(TAP_SHAPE)
-        return 1, TREE - 1, WIDTH * (1 + len(self.units)), num_taps, len(self.clips)
-
-    @property
     def checksum(self) -> int:
         """A number that differs for other units and taps; `watch` keeps it in its state."""
         return zlib.crc32(json.dumps([self.units, self.taps]).encode())
@@ -120,13 +106,13 @@ class Rows(NamedTuple):
         outcome: int64[steps], flags of `Outcome`.
         device: int64[steps], index of the device whose parameters differ.
         loss: float64[steps].
-        limits: float64[steps, 2], thresholds of a guard for the gradient norm and the loss.
+        limits: float64[steps, 2], smallest thresholds of guards for the gradient norm and the loss.
         norms: float64[steps, 3, 1 + units], norms of gradient, update and parameters; of the whole
             tree, then of each unit.
         nonfinite: float64[steps, 1 + units], number of non-finite elements of the gradient.
         factors: float64[steps, clips], smallest factor of each clip.
-        taps: float64[steps, taps, 2, 4], mean, RMS, kurtosis and share of non-finite elements of
-            the activation and of its cotangent.
+        taps: float64[steps, taps, 2, 3], mean, RMS and share of non-finite elements of the
+            activation and of its cotangent.
     """
 
     step: HostArray
@@ -172,45 +158,68 @@ class Rows(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The last row of `watch` as arrays, an output of `lax.scan`; see `last_row`.
+    """Rows of `watch` as an output of `lax.scan`; see `last_row`.
 
     Attributes:
-        ints: int32[4], the first four columns of `Rows`.
-        floats: float32[columns], the loss, two thresholds, 4 values of the tree and of each unit,
-            the sums of the taps, and the smallest factor of each clip.
+        values: int32[..., columns]: step, batch id, outcome, the device that differs, and the bits
+            of float32 numbers: the loss, two limits, 4 numbers for the tree and for each unit (its
+            non-finite elements, norms of gradient, update and parameters), the sums of the taps,
+            and the smallest factor of each clip.
         clips: Dictionary whose keys are `Names.clips`, and whose values are None.
         checksum: uint32[], `Names.checksum`.
     """
 
-    ints: Array
-    floats: Array
+    values: Array
     clips: dict[str, None]
     checksum: Scalar
 
 
 def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
-    """Convert the row of one step, or a stack of them, to `Rows`.
+    """Convert the rows that `watch` wrote to `Rows`, and add the names of clips.
 
     Raises:
         TypeError: If called inside jit.
-        ValueError: If the row belongs to other parameters, or to several runs.
+        ValueError: If the rows belong to other parameters, or to several runs.
     """
-    ints, floats, clips, checksum = jax.device_get(row)
-    if ints.ndim > 2:
+    values, clips, checksum = jax.device_get(row)
+    if values.ndim > 2:
         hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."
-        raise value_error("state", "the rows of one run", f"rows of {len(ints)} runs", hint)
-    ints, floats = np.atleast_2d(ints).astype(np.int64), np.atleast_2d(floats).astype(np.float64)
-    names = names._replace(clips=tuple(sorted(clips)))
-    if np.any(checksum != names.checksum) or floats.shape[1] != sum(names.sizes):
+        raise value_error("state", "the rows of one run", f"rows of {len(values)} runs", hint)
+    if np.any(checksum != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
         hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
-    loss, limits, table, sums, factors = np.split(floats, np.cumsum(names.sizes)[:-1], axis=1)
-    table = table.reshape(len(table), 1 + len(names.units), WIDTH)
-    sums = sums.reshape(len(sums), len(names.taps), *TAP_SHAPE)
-    step, batch_id, outcome, device = ints.T
-    has_taps = outcome & Outcome.HAS_TAPS != 0
-    taps = np.where(has_taps[:, None, None, None], statistics(sums), 0)
-    norms, nonfinite, loss = np.moveaxis(table[..., :-1], 1, 2), table[..., -1], loss[:, 0]
-    of_step = step, batch_id, outcome, device, loss, limits
-    return Rows(*of_step, norms, nonfinite, factors, taps), names
+    values = np.atleast_2d(values)
+    values = values[values[:, 2] != 0]  # the others were never written
+    values = values[np.argsort(values[:, 0])]
+    floats = np.ascontiguousarray(values[:, NUM_INTS:]).view(np.float32).astype(np.float64)
+    sizes = 1, 2, 4 * (1 + len(names.units)), len(names.taps) * math.prod(SHAPE)
+    loss, limits, table, sums, factors = np.split(floats, np.cumsum(sizes), axis=1)
+    table = np.moveaxis(table.reshape(len(table), -1, 4), 1, 2)
+    taps = statistics(sums.reshape(len(sums), len(names.taps), *SHAPE))
+    step, batch_id, outcome, device = values[:, :NUM_INTS].astype(np.int64).T
+    measured = loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps
+    rows = Rows(step, batch_id, outcome, device, *measured)
+    _complete(rows)
+    return rows, names._replace(clips=tuple(sorted(clips)))
+
+
+def _complete(rows: Rows) -> None:
+    """Clear what was not measured, and set the flags that follow from the norms and factors."""
+    rows.taps[~rows.has(Outcome.HAS_TAPS)] = 0
+    rows.norms[~rows.has(Outcome.HAS_GRADIENT), 0] = 0
+    rows.nonfinite[~rows.has(Outcome.HAS_GRADIENT)] = 0
+    # An update of zero does not change a non-finite parameter.
+    has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
+    update[~has_run[:, None] & ~np.isfinite(update)] = 0
+    is_zero, is_measured = update[:, 0] == 0, rows.has(Outcome.HAS_UPDATE)
+    # With `optax.partition`, some parameters may change although others are held.
+    is_applied = has_run | ~is_zero
+    flags = {
+        Outcome.APPLIED: is_applied,
+        Outcome.CLIPPED: is_applied & np.any(rows.factors < 1, axis=1),
+        Outcome.HELD: ~is_applied & ~rows.has(Outcome.SKIPPED),
+        Outcome.UNCHANGED: has_run & is_measured & is_zero & (rows.norms[:, 0, 0] != 0),
+    }
+    for flag, is_set in flags.items():
+        rows.outcome[is_set] |= int(flag)

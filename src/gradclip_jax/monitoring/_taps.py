@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import (
-    check_length,
-    describe,
-    dtype_of,
-    leaf_path,
-    shortened,
-)
-from .._errors import public, type_error, value_error
+from .._checks import describe, dtype_of, leaf_name, leaf_path
+from .._errors import public, value_error
+from .._leaves import checked_leaves
 from .._mesh import vary, varying_axes
 from .._types import Array, Count, HostArray, Tree
+from ..clipping._norm import squares
 
-SHAPE = (2, 5)
-"""Sums of a tap: the element count, the sums of x, x^2 and x^4, and the non-finite count, for the
+SHAPE = (2, 4)
+"""Sums of a tap: the element count, the sums of x and x^2, and the non-finite count, for the
 activation and its cotangent."""
 
-STATISTICS = ("mean", "rms", "kurtosis", "nonfinite")
+STATISTICS = ("mean", "rms", "nonfinite")
 """What `statistics` computes from the sums."""
 
-_SCALES = np.array([2.0**-20, 2.0**20], np.float32)  # scales of the squares in x^4
-_BELOW = 2.0**-20  # additional scale of summed squares, which prevents overflow for large x
-_LARGEST = 2.0**45  # limit for scaled squares, so that 10^11 fourth powers can be summed
+_SCALES = 2.0**-20, 1.0  # of activations and cotangents before they are squared
 
 
 @public
 def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | None = None) -> Tree:
     """Create the probes of a model from the names of its taps.
 
-    List the names in the order of the forward pass, because `first_nonfinite` relies on this order.
+    List the names in the order of the forward pass, because `metrics` and incidents use this order.
     The result is an `OrderedDict`, because JAX sorts the keys of a dict.
 
     Args:
@@ -51,33 +43,17 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
             in one mapping belong to the same scan, so use a separate submodule for each scan.
 
     Returns:
-        Zeros, float32[2, 5] or float32[num_layers, 2, 5] for each name. The values are ignored.
-
-    Raises:
-        TypeError: If `names` is neither a sequence of strings nor a mapping from strings.
-        ValueError: If `num_layers` is < 1.
-
+        Zeros, float32[2, 4] or float32[num_layers, 2, 4] for each name. The values are ignored.
 
     Examples:
         >>> import gradclip_jax as gcx
         >>> layers = gcx.taps.make_probes(["attention", "mlp"], num_layers=2)
         >>> probes = gcx.taps.make_probes({"embed": None, "layers": layers, "head": None})
         >>> probes["layers"]["mlp"].shape
-        (2, 2, 5)
-        >>> gcx.taps.names(probes)  # doctest: +NORMALIZE_WHITESPACE
-        ['embed', 'layers_0/attention', 'layers_0/mlp',
-         'layers_1/attention', 'layers_1/mlp', 'head']
+        (2, 2, 4)
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        rule = "a list of strings, or a mapping with string keys"
-        raise type_error("names", rule, shortened(names), 'Pass for example ["embed", "mlp"].')
-    shape = SHAPE
-    if num_layers is not None:
-        hint = "Pass the number of layers that `lax.scan` runs over."
-        check_length("num_layers", num_layers, hint)
-        shape = (int(num_layers), *SHAPE)
+    probe = jnp.zeros(SHAPE if num_layers is None else (num_layers, *SHAPE), jnp.float32)
     parts = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    probe = jnp.zeros(shape, jnp.float32)
     return OrderedDict((name, probe if part is None else part) for name, part in parts.items())
 
 
@@ -100,22 +76,20 @@ def tap(x: Array, probe: Array | None) -> Array:
     | non-finite elements | counted, and excluded from the sums |
     | x does not affect the loss | all sums are zero, and `metrics` returns NaN |
 
-    Sums are computed in float32. For up to 10^10 elements, the RMS is accurate between 1e-12 and
-    1e20 for activations and between 1e-18 and 1e14 for cotangents. A larger RMS is returned as
-    infinity. The kurtosis of activations is accurate if the RMS is above 1e-5 and all elements are
-    below 5e9. The kurtosis of cotangents requires an RMS above 1e-11 and elements below 5e3. Larger
-    elements are clamped in the sum of x^4. A float64 element above 3e38 counts as infinite.
+    Sums are computed in float32. For up to 10^10 elements, the RMS is accurate between 1e-11 and
+    1e20 for activations and between 1e-17 and 1e14 for cotangents. A larger RMS is returned as
+    infinity. A float64 element above 3e38 counts as infinite.
 
     Args:
         x: Real floating-point array. For a pytree, use one probe for each leaf.
-        probe: Probe from `make_probes`, float32[2, 5], or None to disable the tap.
+        probe: Probe from `make_probes`, float32[2, 4], or None to disable the tap.
 
     Returns:
         x. The function has no forward-mode derivative.
 
     Raises:
         TypeError: If `x` is not a real floating-point array.
-        ValueError: If `probe` is not float32[2, 5].
+        ValueError: If `probe` is not float32[2, 4].
 
 
     Examples:
@@ -126,11 +100,9 @@ def tap(x: Array, probe: Array | None) -> Array:
         >>> x = jnp.array([3.0, 4.0, 0.0])
         >>> grad, stats = jax.grad(loss, argnums=(0, 1))(1.0, probes, x)
         >>> [round(float(v), 4) for v in gcx.taps.metrics(stats).values()][:3]
-        [2.3333, 2.8868, 1.6176]
+        [2.3333, 2.8868, 0.0]
     """
-    if not jnp.issubdtype(dtype_of(x), jnp.floating):
-        hint = "Pass an activation; tap the real and imaginary parts of a complex array separately."
-        raise type_error("x", "a real floating array", describe(x), hint)
+    checked_leaves("x", x, real=True)
     if probe is None:
         return x
     if np.shape(probe) != SHAPE or dtype_of(probe) != jnp.float32:
@@ -158,70 +130,22 @@ _tap.defvjp(_forward, _backward)
 
 
 def _sums(x: Array, scale: float) -> Array:
-    """Return the number of elements, the sums of x, x^2 and x^4, and the non-finite count."""
+    """Return the number of elements, the sums of x and x^2, and the non-finite count."""
     wide = x.astype(jnp.float32)
     is_finite = jnp.isfinite(wide)
     wide = jnp.where(is_finite, wide, 0)
-    scaled = wide * scale
-    fourth = jnp.square(jnp.minimum(wide * scaled, _LARGEST))
-    terms = wide, wide * (scaled * _BELOW), fourth, (~is_finite).astype(jnp.float32)
-    # Use one variadic reduction, because XLA:CPU materializes the operands of four reductions
+    terms = wide, squares(wide, jnp.float32, scale), (~is_finite).astype(jnp.float32)
+    # Use one variadic reduction, because XLA:CPU materializes the operands of several reductions
     # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x).
     # Reduce one axis at a time, because XLA:CPU adds elements sequentially.
     # In one sequential sum, the rounding errors of 10^7 additions reach 3 %.
     for axis in reversed(range(x.ndim)):
-        terms = lax.reduce(terms, (np.float32(0),) * 4, _add_all, (axis,))
+        terms = lax.reduce(terms, (np.float32(0),) * 3, _add_all, (axis,))
     return jnp.stack([jnp.float32(x.size), *terms])
 
 
 def _add_all(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(map(jnp.add, a, b))
-
-
-@public
-def names(stats: Tree) -> list[str]:
-    """Return the names of the taps in the order of the forward pass.
-
-    For stacked layers, the layer index is appended to the name of the stack, as in `layers_3/mlp`.
-
-    Args:
-        stats: Statistics or probes.
-
-    Returns:
-        List with one name for each tap and layer.
-
-    Raises:
-        ValueError: If a leaf is not an array of shape [..., 2, 5].
-
-
-    Examples:
-        >>> import gradclip_jax as gcx
-        >>> gcx.taps.names(gcx.taps.make_probes(["mlp"], num_layers=2))
-        ['mlp_0', 'mlp_1']
-    """
-    return read_sums("stats", stats)[0]
-
-
-def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
-    """Return the names of all taps and an array of their sums, float32[taps, 2, 5]."""
-    entries: list[tuple[tuple[Any, ...], str, Array]] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stats):
-        if np.shape(leaf)[-2:] != SHAPE:
-            got = f"{describe(leaf)} at {leaf_path(argument, path)}"
-            hint = "Pass the gradient with respect to the probes."
-            raise value_error(argument, "a tree of float32[..., 2, 5]", got, hint)
-        *stack, name = [jax.tree_util.keystr((key,), simple=True) for key in path] or [""]
-        entries.append(((*stack, np.shape(leaf)[:-2]), name, leaf))
-    found, tables = list[str](), [jnp.zeros((0, *SHAPE), jnp.float32)]
-    for (*stack, layers), group in itertools.groupby(entries, operator.itemgetter(0)):
-        _, taps, leaves = zip(*group, strict=True)
-        tables.append(jnp.stack(leaves, -3).reshape(-1, *SHAPE))
-        for index, name in itertools.product(np.ndindex(*layers), taps):
-            # The layer index follows the name of the stack.
-            parts = [*stack, name] if stack else [name]
-            parts[max(len(stack), 1) - 1] += "".join(f"_{i}" for i in index)
-            found.append("/".join(parts))
-    return found, jnp.concatenate(tables)
 
 
 @public
@@ -231,109 +155,58 @@ def metrics(stats: Tree) -> dict[str, float]:
     | key | meaning |
     | --- | --- |
     | `taps/<name>/mean`, `taps/<name>/rms` | of the finite elements of the activation |
-    | `taps/<name>/kurtosis` | `mean(x^4) / mean(x^2)^2`: 3 for a normal distribution of mean 0, |
-    | | n if only one of n elements is nonzero; 0 if all elements are zero |
     | `taps/<name>/nonfinite` | share of non-finite elements |
     | `taps/<name>/cotangent_mean` and so on | the same statistics of the cotangent |
 
-    The call blocks until the statistics are computed. Cotangents are proportional to the loss
-    scale, and to 1/n if the loss is a mean over n tokens.
+    The names are in the order of the forward pass. Layer 3 of a scan has names such as
+    `layers/mlp[3]`. The call blocks until the statistics are computed. Cotangents are proportional
+    to the loss scale, and to 1/n if the loss is a mean over n tokens.
 
     Args:
         stats: Gradient with respect to the probes, for one step or summed or averaged over several
             steps.
 
     Returns:
-        Python floats. NaN for a tap that was not called, and for the mean, RMS and kurtosis of a
-        tap without finite elements.
+        Python floats. NaN for a tap that was not called, and for the mean and RMS of a tap
+        without finite elements.
 
     Raises:
         TypeError: If called inside jit.
-        ValueError: If a leaf is not an array of shape [..., 2, 5].
-
+        ValueError: If a leaf is not an array of shape [..., 2, 4].
 
     Examples:
         >>> import gradclip_jax as gcx
-        >>> sorted(gcx.taps.metrics(gcx.taps.make_probes(["mlp"])))[:3]
-        ['taps/mlp/cotangent_kurtosis', 'taps/mlp/cotangent_mean', 'taps/mlp/cotangent_nonfinite']
+        >>> probes = gcx.taps.make_probes({"layers": gcx.taps.make_probes(["mlp"], num_layers=2)})
+        >>> list(gcx.taps.metrics(probes))[::6]
+        ['taps/layers/mlp[0]/mean', 'taps/layers/mlp[1]/mean']
     """
-    found, sums = _read_on_host(stats)
-    values = statistics(sums).reshape(len(found), 2 * len(STATISTICS))
+    names, sums = read_sums("stats", stats)
     keys = [f"{kind}{key}" for kind in ("", "cotangent_") for key in STATISTICS]
-    rows = zip(found, values.tolist(), strict=True)
-    return {f"taps/{name}/{key}": x for name, row in rows for key, x in zip(keys, row, strict=True)}
+    values = statistics(np.asarray(sums, np.float64)).ravel().tolist()
+    names = [f"taps/{name}/{key}" for name in names for key in keys]
+    return dict(zip(names, values, strict=True))
 
 
-def _read_on_host(stats: Tree) -> tuple[list[str], HostArray]:
-    found, sums = read_sums("stats", stats)
-    return found, np.asarray(sums, np.float64)
+def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
+    """Return the names of all taps in the order of the forward pass, and float32[taps, 2, 4]."""
+    leaves = jax.tree.leaves_with_path(stats)
+    for path, x in leaves:
+        if np.shape(x)[-2:] != SHAPE:
+            got = f"{describe(x)} at {leaf_path(argument, path)}"
+            hint = "Pass the gradient with respect to the probes."
+            raise value_error(argument, "a tree of float32[..., 2, 4]", got, hint)
+    names, tables = list[str](), [jnp.zeros((0, *SHAPE), jnp.float32)]
+    for (_, shape), stack in itertools.groupby(leaves, lambda x: (x[0][:-1], x[1].shape)):
+        paths, sums = zip(*stack, strict=True)
+        # The taps of a scan follow each other within each layer.
+        tables.append(jnp.stack(sums, -3).reshape(-1, *SHAPE))
+        names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path in paths]
+    return names, jnp.concatenate(tables)
 
 
 def statistics(sums: HostArray) -> HostArray:
-    """Compute the statistics of taps from their sums, [..., 4]; NaN for a tap without elements."""
+    """Compute the statistics of taps from their sums, [..., 3]; NaN for a tap without elements."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        size, total, squares, fourths, bad = np.moveaxis(sums, -1, 0)
+        size, total, square, bad = np.moveaxis(sums, -1, 0)
         count = size - bad  # of finite elements
-        alike = squares / _BELOW  # scaled as in x^4
-        kurtosis = np.where(squares > 0, fourths / alike * (count / alike), 0 / count)
-        rms = np.sqrt(squares / count / (_SCALES * _BELOW))
-        return np.stack([total / count, rms, kurtosis, bad / size], -1)
-
-
-class FirstNonfinite(NamedTuple):
-    """Names of the taps where non-finite values first appear, printed as a sentence.
-
-    Attributes:
-        activation: Name of the first tap of the forward pass with a non-finite activation, or None.
-        cotangent: Name of the first tap of the backward pass with a non-finite cotangent, or None.
-            A non-finite activation usually makes the loss and then all cotangents non-finite.
-
-
-    Examples:
-        >>> import gradclip_jax as gcx
-        >>> print(gcx.taps.FirstNonfinite("layers_3/mlp", None))
-        first non-finite activation: layers_3/mlp
-    """
-
-    activation: str | None
-    cotangent: str | None
-
-    def __str__(self) -> str:
-        """Describe the first non-finite taps, or state that all elements are finite."""
-        named = [f"first non-finite {kind}: {x}" for kind, x in self._asdict().items() if x]
-        return "; ".join(named) or "all activations and cotangents are finite"
-
-
-@public
-def first_nonfinite(stats: Tree) -> FirstNonfinite:
-    """Return the names of the taps where non-finite values first appear.
-
-    The call blocks until the statistics are computed.
-
-    Args:
-        stats: Gradient with respect to the probes for one step.
-
-    Returns:
-        The names; None if all activations or all cotangents are finite.
-
-    Raises:
-        TypeError: If called inside jit.
-        ValueError: If a leaf is not an array of shape [..., 2, 5].
-
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
-        >>> def loss(w, probes):
-        ...     h = gcx.taps.tap(jnp.log(w), probes["log"])
-        ...     return jnp.sum(gcx.taps.tap(h * h, probes["square"]))
-        >>> probes = gcx.taps.make_probes(["log", "square"])
-        >>> print(gcx.taps.first_nonfinite(jax.grad(loss, argnums=1)(-1.0, probes)))
-        first non-finite activation: log; first non-finite cotangent: log
-    """
-    found, sums = _read_on_host(stats)
-    is_bad = sums[..., -1] > 0
-    first, last = np.flatnonzero(is_bad[:, 0]), np.flatnonzero(is_bad[:, 1])
-    # The last tap in the order of the forward pass is the first of the backward pass.
-    return FirstNonfinite(
-        found[first[0]] if len(first) else None, found[last[-1]] if len(last) else None
-    )
+        return np.stack([total / count, np.sqrt(square / count) / _SCALES, bad / size], -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,76 +11,69 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_choice,
-    check_count,
-    check_length,
-    check_params,
-    check_state,
-    listed,
-)
+from .._checks import check_count, check_params, check_state, leaf_name, listed
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, measured_shapes
+from .._leaves import checked_leaves, is_measured, measured_shapes
 from .._mask import Mask, mask_leaves
-from .._run_if import like_dtypes
-from .._states import find_role, find_states, increment_where, plain_arrays, register_state
+from .._mesh import reshard_like
+from .._run_if import Flag, like_dtypes
+from .._states import find_states, has_stepped, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..gates._extra_args import has_micro_batch, loss_of
-from ..gates._gate import ExtraArgs, check_guard
-from ._measure import compare_replicas, measure
-from ._metrics import clip_factors
-from ._outcome import compare_norms, compare_states, flag_if
-from ._rows import KINDS, MEASURED, TREE, Names, Outcome, Row
+from ..gates._gate import check_guard
+from ._measure import measure, other_replica
+from ._metrics import metrics
+from ._rows import KINDS, TREE, Names, Outcome, Row
 from ._taps import read_sums
-from ._unit_names import name_units
+
+_COUNTERS = {
+    "skipped_nonfinite": Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE,
+    "skipped_large_norm": Outcome.SKIPPED | Outcome.SKIPPED_LARGE_NORM,
+    "skipped_large_loss": Outcome.SKIPPED | Outcome.SKIPPED_LARGE_LOSS,
+    "skipped_other": Outcome.SKIPPED,
+    "empty_windows": Outcome.EMPTY_WINDOW,
+}
+"""Metrics that count events, and the flags of a step in which they increase."""
+
+_IS_GRADIENT_NORM = np.arange(4) == 1
 
 
 @register_state(
-    *("watch_step", "gradient_norm", "update_norm", "parameter_norm", "update_ratio"),
-    "nonfinite_elements",
+    *("gradient_norm", "nonfinite_elements", "update_norm", "parameter_norm"),
     inner="inner_state",
     role="watch",
 )
 class WatchState(NamedTuple):
-    """State of `watch`: a ring buffer with one row for each call; see `Row`.
+    """State of `watch`: a ring buffer with one row for each call.
 
     Attributes:
         step_count: int32[], number of calls.
-        ints: int32[history, 4]: step, batch id, outcome, and the device that differs.
-        floats: float32[history, columns].
+        rows: int32[history, columns]; see `Row`.
         checksum: uint32[], a checksum of the names of units and taps.
         inner_state: State of the inner transformation.
     """
 
     step_count: Scalar
-    ints: Array
-    floats: Array
+    rows: Array
     checksum: Scalar
     inner_state: Tree
 
-    watch_step = property(lambda state: jnp.maximum(state.step_count - 1, 0))
-    gradient_norm = property(lambda state: _of_tree(state, 0))
-    update_norm = property(lambda state: _of_tree(state, 1))
-    parameter_norm = property(lambda state: _of_tree(state, 2))
-    nonfinite_elements = property(lambda state: _of_tree(state, 3))
-
-    @property
-    def update_ratio(self) -> Array:
-        """Ratio of the update norm to the parameter norm; 0 if the latter is 0."""
-        norm = self.parameter_norm
-        return jnp.where(norm > 0, self.update_norm / jnp.where(norm > 0, norm, 1), 0)
+    nonfinite_elements = property(lambda state: _of_tree(state, 0))
+    gradient_norm = property(lambda state: _of_tree(state, 1))
+    update_norm = property(lambda state: _of_tree(state, 2))
+    parameter_norm = property(lambda state: _of_tree(state, 3))
 
 
-def _last(state: WatchState) -> dict[str, Array]:
-    """Return the integers and floats of the last row."""
-    place = jnp.expand_dims((state.step_count - 1) % state.ints.shape[-2], (-2, -1))
-    tables = {"ints": state.ints, "floats": state.floats}
-    return {k: jnp.take_along_axis(x, place, -2)[..., 0, :] for k, x in tables.items()}
+def _last(state: WatchState) -> Array:
+    """Return the row that was written last."""
+    place = jnp.expand_dims((state.step_count - 1) % state.rows.shape[-2], (-2, -1))
+    return jnp.take_along_axis(state.rows, place, -2)[..., 0, :]
 
 
 def _of_tree(state: WatchState, column: int) -> Array:
-    return _last(state)["floats"][..., TREE + column]
+    """Return one of the four numbers of the whole tree in the last row."""
+    return lax.bitcast_convert_type(_last(state)[..., TREE + column], jnp.float32)
 
 
 @public
@@ -112,19 +105,24 @@ def last_row(state: Tree) -> Row:
         [0, 99]
     """
     watched = find_watch(plain_arrays(state))
-    return rows_of(watched)._replace(**_last(watched))
+    return rows_of(watched)._replace(values=_last(watched))
 
 
 def rows_of(state: WatchState) -> Row:
     """Return all rows that a state holds, in any order."""
-    clips = jax.eval_shape(clip_factors, state.inner_state)
-    return Row(state.ints, state.floats, dict.fromkeys(clips), state.checksum)
+    clips = dict.fromkeys(_clip_factors(jax.eval_shape(metrics, state.inner_state)))
+    return Row(state.rows, clips, state.checksum)
+
+
+def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
+    """Return the factors of all clips and groups among metrics."""
+    return {key: x for key, x in found.items() if key.startswith("clip_factor")}
 
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` inside an optimizer state, or number `which` of several."""
     found = find_states(state, WatchState)
-    if len(found) != 1 and (not found or which is None):
+    if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
         rule, got = "a state with one state of `watch`", listed(places) or type(state).__name__
         hint = "Pass the state of one `gcx.watch`, or its index as `gcx.Monitor(params, which=0)`."
@@ -135,7 +133,11 @@ def find_watch(state: Tree, which: int | None = None) -> WatchState:
 def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | None) -> Names:
     """Return the names of the units and taps that `watch` measures."""
     tree = mask_leaves(mask, params, params)
-    names = name_units(granularity.cut(measured_shapes(tree), tree), tree)
+    units = granularity.cut(measured_shapes(tree), tree)
+    names = [str(label) for label in units.names]
+    leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
+    for (path, x), axes in zip(leaves, units.axes or (), strict=False):
+        names += [leaf_name(path, i) for i in np.ndindex(*np.delete(np.shape(x), axes))]
     return Names(units=tuple(names), taps=tuple(read_sums("taps", taps)[0]))
 
 
@@ -158,7 +160,7 @@ def watch(
     state: the norms of the whole tree and of each leaf or layer, the loss, what happened to the
     step, and the factors of clips inside. `Monitor.read(state)` reads the rows since its last call
     on the host, detects faults and writes a log. `metrics(state)` contains `gradient_norm`,
-    `update_norm`, `parameter_norm`, `update_ratio` and `nonfinite_elements` of the whole tree.
+    `update_norm`, `parameter_norm` and `nonfinite_elements` of the whole tree.
 
     Wrap the whole optimizer, including clips and guards, to measure the gradient before clipping
     and to report whether the step was applied. Place `watch` inside `accumulate_gradients` to
@@ -225,100 +227,90 @@ def watch(
         step 1: skipped, gradient norm NaN; 1 non-finite element in wo; loss 3.2
     """
     check_guard(inner, axis_name, mask)
-    for kind in of:
-        check_choice("of", kind, KINDS)
-    measures_step = any(kind != "gradient" for kind in of)
-    if replica_axis and not measures_step:
-        hint = "Replicas are compared by the norms of their parameters."
-        raise value_error("of", 'a sequence with "parameter" for `replica_axis`', of, hint)
-    check_length("history", history, "Pass the number of steps to keep.")
+    measures_step = bool(replica_axis) or not {*of} <= {"gradient"}
+    check_count("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
-    probes = read_sums("taps", taps)
+    tap_names, no_sums = read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = inner.init(params)
         inner_state = like_dtypes(inner_state, inner_state)
-        names = names_of(params, cut, mask, taps)
-        names = names._replace(clips=tuple(clip_factors(inner_state)))
-        floats = jnp.zeros((history, sum(names.sizes)), jnp.float32)
-        ints, checksum = jnp.zeros((history, 4), jnp.int32), jnp.uint32(names.checksum)
-        return WatchState(jnp.zeros((), jnp.int32), ints, floats, checksum, inner_state)
+        names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
+        size = TREE + 4 * (1 + len(names.units)) + no_sums.size + len(clips)
+        rows = jnp.zeros((history, size), jnp.int32)
+        return WatchState(jnp.int32(0), rows, jnp.uint32(names.checksum), inner_state)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
+        check_state(state, WatchState)
         masked = mask_leaves(mask, updates, params)
         leaves = checked_leaves("updates", masked)
-        check_state(state, WatchState)
         if params is not None or measures_step:
             check_params(updates, params)
-        outcome, batch_id, loss = _read_extra_args(extra_args, axis_name)
-        sums = _sums_of_taps(extra_args.get("taps"), *probes)
-        output, after = inner.update(updates, state.inner_state, params, **extra_args)
+        batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
+        loss = loss_of(extra_args, axis_name)
+        if batch_id is not None:
+            check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
+        names, sums = read_sums("taps", taps if stats is None else stats)
+        if names != tap_names:
+            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
+            raise value_error("taps", f"statistics of {listed(tap_names)}", listed(names), hint)
+        output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
-        step = (output, params) if measures_step else ()
-        step = [leaves.beside(mask_leaves(mask, x, params)) for x in step]
-        table = measure(
-            leaves.arrays, *step, units=cut.cut(leaves.arrays, masked), axis_name=axis_name
+        trees = (mask_leaves(mask, x, params) for x in (output, params) if measures_step)
+        step = map(leaves.beside, trees)
+        units = cut.cut(leaves.arrays, masked)
+        table = measure(leaves.arrays, *step, units=units, axis_name=axis_name)
+        before, after = metrics(state.inner_state), metrics(inner_state)
+        if "loss_scale" in before:
+            table = jnp.where(_IS_GRADIENT_NORM, table / before["loss_scale"], table)
+        differs, device = other_replica(
+            table[:, -1], replica_axis, state.step_count % check_every == 0
         )
-        happened, limits, factors = compare_states(state.inner_state, after)
-        outcome |= happened | (sum(MEASURED[1:]) if measures_step else 0)
-        outcome, table = compare_norms(outcome, _unscaled(table, state.inner_state))
-        flags, device = compare_replicas(
-            table[:, 2], replica_axis, state.step_count % check_every == 0
-        )
-        ints = [state.step_count, batch_id, outcome | flags, device]
-        return output, _with_row(state, after, ints, [loss, *limits, table, sums, *factors])
+        flags = [
+            (Outcome.HAS_GRADIENT, has_micro_batch(extra_args)),
+            (Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER, measures_step),
+            (Outcome.HAS_UNITS, True),
+            (Outcome.HAS_LOSS, loss is not None),
+            (Outcome.HAS_BATCH_ID, batch_id is not None),
+            (Outcome.HAS_TAPS, stats is not None),
+            (Outcome.APPLIED, has_stepped(inner_state)),
+            (Outcome.REPLICA_DIFFERS, differs),
+            *_events(before, after),
+        ]
+        outcome = jnp.int32(0)
+        for flag, is_set in flags:
+            outcome |= jnp.where(is_set, int(flag), 0)
+        limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
+        ints = state.step_count, 0 if batch_id is None else batch_id, outcome, device
+        floats = 0 if loss is None else loss, *limits, table, sums, *_clip_factors(after).values()
+        rows = _written(state.rows, state.step_count, ints, floats)
+        count = increment_where(state.step_count)
+        return output, WatchState(count, rows, state.checksum, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unscaled(table: Array, state: Tree) -> Array:
-    """Divide the gradient norms by the loss scale of a `dynamic_loss_scale` inside `watch`."""
-    for _, scaled in find_role(state, "loss scale"):
-        table = table.at[:, 0].divide(scaled.loss_scale)
-    return table
+def _events(before: dict[str, Array], after: dict[str, Array]) -> Iterator[tuple[int, Flag]]:
+    """Yield flags, and whether they are set, from the metrics before and after a step."""
+    yield Outcome.HAS_NORM_LIMIT, "skip_threshold" in after
+    yield Outcome.HAS_LOSS_LIMIT, "loss_threshold" in after
+    yield Outcome.GUARD_FAILED, after.get("guard_failed", 0) > 0
+    for key, value in after.items():
+        if flag := _COUNTERS.get(key.partition("/")[0]):
+            yield flag, value > before[key]
 
 
-def _read_extra_args(
-    extra_args: ExtraArgs, axes: AxisName
-) -> tuple[Scalar, Scalar | int, Scalar | int]:
-    """Return flags, the batch id and the loss."""
-    outcome = flag_if(Outcome.HAS_GRADIENT, has_micro_batch(extra_args)) | int(Outcome.HAS_UNITS)
-    batch_id, loss = extra_args.get("batch_id"), loss_of(extra_args, axes)
-    if batch_id is not None:
-        check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
-    given = batch_id, loss, extra_args.get("taps")
-    flags = Outcome.HAS_BATCH_ID, Outcome.HAS_LOSS, Outcome.HAS_TAPS
-    outcome |= sum(flag for flag, x in zip(flags, given, strict=True) if x is not None)
-    return outcome, 0 if batch_id is None else batch_id, 0 if loss is None else loss
-
-
-def _sums_of_taps(stats: Tree | None, names: list[str], no_sums: Array) -> Array:
-    """Stack the statistics of all taps; raise if they do not match the probes."""
-    if stats is None:
-        return no_sums
-    found, sums = read_sums("taps", stats)
-    if found != names:
-        rule = f"statistics of {listed(names) or 'no tap'}"
-        hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-        raise value_error("taps", rule, f"statistics of {listed(found)}", hint)
-    return sums
-
-
-def _with_row(state: WatchState, inner_state: Tree, *rows: Sequence[Any]) -> WatchState:
-    """Write the parts of a row of integers and of a row of floats."""
-    rings: list[Array] = []
-    for ring, parts in zip((state.ints, state.floats), rows, strict=True):
-        row = jnp.concatenate([jnp.ravel(jnp.asarray(x, ring.dtype)) for x in parts])
-        if row.size != ring.shape[1]:
-            hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
-            got = f"a state with {ring.shape[1]} values for each row instead of {row.size}"
-            raise value_error("state", "the state of this `watch`", got, hint)
-        if jax.typeof(ring).sharding.mesh != jax.typeof(row).sharding.mesh:
-            # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
-            ring = jnp.where(np.True_, ring, row[None])
-        place = state.step_count % len(ring)
-        rings.append(lax.dynamic_update_index_in_dim(ring, row, place, 0))
-    ints, floats = rings
-    return WatchState(increment_where(state.step_count), ints, floats, state.checksum, inner_state)
+def _written(rows: Array, count: Scalar, ints: Iterable[Any], floats: Iterable[Any]) -> Array:
+    """Write a row into the ring buffer."""
+    wide = jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in floats])
+    bits = lax.bitcast_convert_type(wide, jnp.int32)
+    row = jnp.concatenate([jnp.array(ints, jnp.int32), bits])[None]
+    if row.shape[1] != rows.shape[1]:
+        got = f"a state with {rows.shape[1]} values for each row instead of {row.size}"
+        hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
+        raise value_error("state", "the state of this `watch`", got, hint)
+    # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
+    rows = reshard_like(rows, row)
+    return lax.dynamic_update_slice_in_dim(rows, row, count % len(rows), 0)

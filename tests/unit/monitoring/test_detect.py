@@ -115,7 +115,7 @@ def test_a_slow_drift_is_reported_with_and_without_units(units):
 def test_a_growing_tap_is_named_before_the_first_non_finite_value():
     rows, names = clean_rows(taps=4, steps=AT + 31)
     rows.taps[AT:, 2, 0, 1] = np.geomspace(0.2, 200, 31)
-    rows.taps[-1, 2, 0, 3] = 0.5
+    rows.taps[-1, 2, 0, -1] = 0.5
     first = Detector(names).update(rows)[0]
     assert first.kinds == ("tap",) and first.tap == "activation of tap_2"
     assert AT < first.step < AT + 25
