@@ -30,15 +30,8 @@ def test_without_arguments_it_prints_its_usage_and_demonstrates_that_recovery_un
     assert losses["spoilt"] > 2 * losses["clean"]
 
 
-@pytest.mark.parametrize(
-    ("seed", "stretches"),
-    [
-        (4, [range(198, 208)]),
-        (10, [range(100, 110), range(223, 240)]),
-    ],
-)
-def test_exactly_the_spoilt_batches_are_left_out(tmp_path, example, seed, stretches):
-    spoilt = [i for stretch in stretches for i in stretch]
+def test_exactly_the_spoilt_batches_are_left_out(tmp_path, example):
+    seed, spoilt = 10, [*range(100, 110), *range(223, 240)]
     params, monitor = example.train(tmp_path, seed, spoilt)
     clean = example.test_loss(example.train_plainly(seed))
     assert set(spoilt) <= set(monitor.report.batch_ids)
@@ -57,8 +50,8 @@ def test_a_learning_rate_that_is_too_high_stops_the_run_with_that_reason(tmp_pat
 
 
 def test_a_clean_run_is_not_rewound(tmp_path, example):
-    _, monitor = example.train(tmp_path, 0, steps=1500)
-    assert monitor.report.batch_ids == [] and monitor.report.good_step > 1400
+    _, monitor = example.train(tmp_path, 0, steps=1000)
+    assert monitor.report.batch_ids == [] and monitor.report.good_step > 900
 
 
 KILLED = """
@@ -70,7 +63,7 @@ print(replay.test_loss(params))
 
 def test_a_run_that_is_killed_loses_no_good_checkpoint(tmp_path, example):
     rng, good = np.random.default_rng(0), -1
-    for _ in range(4):
+    for _ in range(2):
         command = [sys.executable, "-c", KILLED, str(tmp_path)]
         options = {"env": environment(1), "cwd": EXAMPLE.parent, "text": True}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
