@@ -175,20 +175,6 @@ def test_eager_and_jit_agree_on_one_trace_and_donated_states(name):
     assert types(state) == types(steps[2][1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.around])
-def test_apply_gradients_is_update_and_apply_updates(name):
-    stream, params = [example(scale=scale) for scale in SEVEN_SCALES], example()
-    stream[2] = jax.tree.map(lambda x: x * np.float32(np.nan), params)
-    apply = jax.jit(partial(gcx.apply_gradients, make(name)))
-    state = make(name).init(params)
-    for grads, (updates, after) in zip(stream, run(name, stream), strict=True):
-        found, state = apply(grads, state, params)
-        # XLA may fuse a product and a sum in one of two programs and not in the other.
-        expected = optax.apply_updates(params, updates), after
-        close((found, state), expected, rtol=1e-5, atol=1e-6)
-
-
 # The counts of the one left out are bounded by its windows; it has tests of its own.
 @pytest.mark.parametrize("name", sorted(TRANSFORMATIONS.keys() - {"accumulate_gradients"}))
 def test_no_counter_wraps(name):
@@ -318,7 +304,7 @@ def test_scratch_is_at_most_one_params_size(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.bound])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_norms_are_bounded_after_clipping(name, dtype):
     dtype = jnp.dtype(dtype)
     w = np.random.default_rng(2).uniform(0.1, 0.7, (64, 8)).astype(dtype)

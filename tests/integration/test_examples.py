@@ -56,18 +56,13 @@ def test_demo_clips_and_accumulates_to_the_numbers_of_the_whole_batch(tmp_path):
         ([6.0, 2.0], [6.0, 7.0], "With clipping too the run did not train"),
     ],
 )
-def test_verdict_of_the_demo_follows_the_numbers(without, with_clip, words, tmp_path):
+def test_verdict_of_the_demo_follows_the_numbers(without, with_clip, words):
     report, steps = import_module("demo_report"), np.ones(2)
     runs = [
         report.Run(name, 1, np.array(bits), steps, steps, seconds=1.0, scratch_mib=None)
         for name, bits in zip(RUNS, (without, with_clip, with_clip), strict=True)
     ]
     assert words in report.verdict(runs)[0]
-    report.write_files(tmp_path, runs, {"max_norm": 1.0})
-    summary = json.loads((tmp_path / "demo.json").read_text(), parse_constant=refuse)["runs"]
-    is_lost = math.isnan(without[-1])
-    assert summary[RUNS[0]]["nonfinite_steps"] == is_lost
-    assert (summary[RUNS[0]]["final_bits"] is None) == is_lost
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from oracle import assert_sound, methods
 
 pytestmark = pytest.mark.slow
 
 W, VOCABULARY = 12, 20
+ON_ONE_DEVICE = NamedSharding(Mesh(jax.devices()[:1], ("model",)), PartitionSpec(None, "model"))
 SHAPES = {
     "a": (W, W),
     "b": (W, W),
@@ -91,6 +93,7 @@ STEPS = {
         h @ jax.lax.dynamic_index_in_dim(p["stack"], ids[0] - 9, keepdims=False)
     ),
     "experts": lambda p, h, ids: jnp.einsum("td,tdp->tp", h, p["stack"][ids % 3]),
+    "sharded": lambda p, h, ids: h @ jax.lax.with_sharding_constraint(p["a"], ON_ONE_DEVICE),
     "frozen": lambda p, h, ids: h @ jax.lax.stop_gradient(p["a"]),
     "weight norm": lambda p, h, ids: h @ (p["bias"] * p["a"] / jnp.linalg.norm(p["a"], axis=0)),
     "complex": lambda p, h, ids: jnp.real((h * (1 + 2j)) @ (p["a"] * (0.5 - 1j))),

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from oracle import array, assert_close, assert_sound, gradients, methods, norms, size_of, widened
+from oracle import array, assert_close, assert_sound, methods, size_of, widened
 
 import gradclip_jax as gcx
 from compat import x64
@@ -28,21 +27,6 @@ def test_tokens_that_cancel_are_clipped_by_their_true_norm():
     assert methods(linear, w, batch) == {"": "gram"}
     # Added in 64 bit the rows leave what rounding made of `-a + r`: both agree on that.
     assert_sound(linear, w, batch, max_norm=0.5, rtol=1e-4, of_mean=1e-4)
-
-
-def test_instance_norm_of_an_offset_of_a_thousand_is_measured_as_by_vmap():
-    def loss(w, x):
-        y = x @ w
-        y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-3)
-        return jnp.sum(jnp.sin(y) * jnp.arange(1.0, 65.0))
-
-    w = array(64, 64, seed=1)
-    x = (array(3, 8, 64, seed=2) + 1000 * array(3, 1, 64, seed=3)).astype(np.float32)
-    wanted = norms(gradients(loss, w, x)[1])
-    written = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
-    theirs = np.abs(norms(np.asarray(written, np.float64)) / wanted - 1).max()
-    found = jax.jit(gcx.per_example.norms(loss))(w, x)
-    np.testing.assert_allclose(found, wanted, rtol=max(1e-5, 2 * theirs))
 
 
 def test_factors_whose_rows_are_of_opposite_magnitude():
@@ -108,32 +92,16 @@ def test_norm_of_one_group_that_is_not_finite_spoils_all():
 
 
 @pytest.mark.slow
-def test_sharding_constraint_on_a_weight_is_followed():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
-    spec = NamedSharding(mesh, PartitionSpec(None, "model"))
-
-    def loss(w, x):
-        return jnp.sum(jnp.sin(x @ jax.lax.with_sharding_constraint(w, spec)))
-
-    w, batch = array(32, 32, seed=1), array(3, 2, 32, seed=2)
-    assert methods(loss, w, batch) == {"": "gram"}
-    assert_sound(loss, w, batch)
-
-
-@pytest.mark.slow
 def test_embedding_that_is_used_many_times_takes_equations_in_proportion():
     def loss(times, table, ids):
         return sum(jnp.sum(jnp.sin((i + 1.0) * table[ids + i])) for i in range(times))
 
     def equations(times):
         run = gcx.per_example.norms(functools.partial(loss, times))
-        return str(jax.make_jaxpr(run)(array(64, 16, seed=1), np.zeros((2, 3), np.int32))).count(
-            "="
-        )
+        program = jax.make_jaxpr(run)(np.zeros((64, 16), np.float32), np.zeros((2, 3), np.int32))
+        return str(program).count("=")
 
     assert equations(16) < 2.5 * equations(8)
-    ids = np.array([[0, 3, 3], [5, 6, 7]], np.int32)
-    assert_sound(functools.partial(loss, 5), array(64, 16, seed=1), ids)
 
 
 def test_tokens_and_examples_without_a_gradient_are_no_reason_to_write_gradients_down():
