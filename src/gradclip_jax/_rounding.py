@@ -62,11 +62,12 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         TypeError: If a parameter is float16 or float8.
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = optax.chain(optax.sgd(1.0), gcx.round_stochastically())
         >>> params = jnp.ones(4096, jnp.bfloat16)
         >>> state = tx.init(params)
-        >>> params, state = gcx.apply_gradients(tx, jnp.full(4096, 0.001), state, params)
+        >>> step = jax.jit(gcx.apply_gradients, static_argnums=0)
+        >>> params, state = step(tx, jnp.full(4096, 0.001), state, params)
         >>> params.dtype.name, f"{params.astype(jnp.float32).mean():.3f}"
         ('bfloat16', '0.999')
 

@@ -68,10 +68,11 @@ def stable_adamw(
         TypeError: If an argument is not a number, or if a leaf is not real floating-point.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> tx, params = gcx.stable_adamw(0.1, b1=0.0), jnp.zeros(1)
-        >>> _, state = tx.update(jnp.array([1.0]), tx.init(params), params)
-        >>> round(tx.update(jnp.array([1000.0]), state, params)[0].item(), 3)  # AdamW: -0.141
+        >>> update = jax.jit(tx.update)
+        >>> _, state = update(jnp.array([1.0]), tx.init(params), params)
+        >>> round(update(jnp.array([1000.0]), state, params)[0].item(), 3)  # AdamW: -0.141
         -0.1
 
     References:

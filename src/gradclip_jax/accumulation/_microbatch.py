@@ -120,11 +120,11 @@ def microbatched_value_and_grad(
             aux requires another `aux_reduction`.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.mean((w * x) ** 2)
         >>> value_and_grad = gcx.microbatched_value_and_grad(loss, 2)
-        >>> value, grad = value_and_grad(jnp.array(1.0), jnp.array([1.0, 2.0, 3.0, 4.0]))
+        >>> value, grad = jax.jit(value_and_grad)(1.0, jnp.array([1.0, 2.0, 3.0, 4.0]))
         >>> float(value), float(grad)
         (7.5, 15.0)
     """

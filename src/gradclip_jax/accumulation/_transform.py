@@ -102,12 +102,12 @@ def accumulate_gradients(
             different shape than its parameter.
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
         >>> params = jnp.array([0.0])
-        >>> state = tx.init(params)
-        >>> held, state = tx.update(jnp.array([2.0]), state, params, weight=1.0)
-        >>> emitted, state = tx.update(jnp.array([6.0]), state, params, weight=3.0)
+        >>> update, state = jax.jit(tx.update), tx.init(params)
+        >>> held, state = update(jnp.array([2.0]), state, params, weight=1.0)
+        >>> emitted, state = update(jnp.array([6.0]), state, params, weight=3.0)
         >>> held.tolist(), emitted.tolist(), bool(gcx.has_updated(state))
         ([0.0], [-5.0], True)
     """

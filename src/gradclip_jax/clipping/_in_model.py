@@ -155,9 +155,9 @@ def qk_clip(
     Examples:
         Two query heads share a key head, and the second one has a logit of 400:
 
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> query, key = jnp.ones((2, 1)), jnp.ones((1, 1))  # [heads, head_dim]
-        >>> query, key = gcx.qk_clip(query, key, jnp.array([30.0, 400.0]))
+        >>> query, key = jax.jit(gcx.qk_clip)(query, key, jnp.array([30.0, 400.0]))
         >>> query.ravel().tolist(), key.ravel().tolist()
         ([1.0, 0.25], [1.0])
 

@@ -60,12 +60,12 @@ def ema(
             for no threshold.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> rule = gcx.thresholds.ema(2.0, warmup_steps=1, warmup_max=jnp.inf)
         >>> clip = gcx.clip_by_global_norm(rule)
         >>> state = clip.init(jnp.zeros(1))
         >>> for norm in (1.0, 9.0):
-        ...     updates, state = clip.update(jnp.array([norm]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> updates.tolist()
         [2.0]
 
@@ -148,11 +148,11 @@ def zscore(
             averages, >= 1.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.zscore(2.0, warmup_steps=2))
         >>> state = clip.init(jnp.zeros(1))
         >>> for norm in (1.0, 3.0, 9.0):
-        ...     updates, state = clip.update(jnp.array([norm]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> round(float(updates[0]), 2)  # 2 + 2^2 / 7 * 1
         2.57
 
@@ -211,11 +211,11 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
         initial: Initial threshold, in the unit of the norm; a positive number. The paper uses 0.1.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.quantile(initial=1.0))
         >>> state = clip.init(jnp.zeros(1))
         >>> for norm in (3.0, 3.0):
-        ...     updates, state = clip.update(jnp.array([norm]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> round(float(updates[0]), 2)  # exp(0.2 * 0.5)
         1.11
 
@@ -284,11 +284,11 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
         window: Number of values in the window, 1 to 2^20, static. Each norm needs 4 * window bytes.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.percentile(50.0, window=3))
         >>> state = clip.init(jnp.zeros(1))
         >>> for norm in (1.0, 2.0, 9.0):
-        ...     updates, state = clip.update(jnp.array([norm]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> updates.tolist()
         [2.0]
 
@@ -340,11 +340,11 @@ def mean_std(
         ddof: 0 for the population variance (levanter), 1 for the sample variance (OLMo-core).
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.mean_std(2.0, warmup_steps=2))
         >>> state = clip.init(jnp.zeros(1))
         >>> for norm in (1.0, 3.0, 9.0):
-        ...     updates, state = clip.update(jnp.array([norm]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> updates.tolist()  # 2 + 2 * 1
         [4.0]
     """

@@ -82,7 +82,7 @@ def clip_by_norm(
     Examples:
         Set the update of each layer to zero if its norm is above its median so far:
 
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.clip_by_norm(
         ...     gcx.thresholds.percentile(50.0),
         ...     granularity=gcx.granularities.layer(1),
@@ -91,7 +91,7 @@ def clip_by_norm(
         >>> grads = jnp.array([[3.0, 4.0], [0.0, 1.0]])
         >>> state = clip.init(grads)
         >>> for scale in (1.0, jnp.array([[2.0], [1.0]])):
-        ...     updates, state = clip.update(scale * grads, state)
+        ...     updates, state = jax.jit(clip.update)(scale * grads, state)
         >>> updates.tolist()
         [[0.0, 0.0], [0.0, 1.0]]
 
@@ -320,10 +320,10 @@ def adaptive_grad_clip(
             floating-point or complex.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.adaptive_grad_clip(0.5)
         >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
-        >>> updates, _ = clip.update(grads, clip.init(params), params)
+        >>> updates, _ = jax.jit(clip.update)(grads, clip.init(params), params)
         >>> updates.tolist()
         [0.0, 2.5]
 
@@ -364,11 +364,11 @@ def autoclip(
         TypeError: If `window` is traced.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.autoclip(percentile=50.0)
         >>> state = clip.init(jnp.zeros(1))
         >>> for grad in (2.0, 4.0, 60.0):
-        ...     updates, state = clip.update(jnp.array([grad]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([grad]), state)
         >>> updates.tolist()
         [4.0]
 
@@ -409,11 +409,11 @@ def zclip(
         ValueError: If a number is out of range.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.zclip(2.0, warmup_steps=2, max_norm=None)
         >>> state = clip.init(jnp.zeros(1))
         >>> for grad in (2.0, 4.0, 11.0):  # 11 is 8 deviations above the mean
-        ...     updates, state = clip.update(jnp.array([grad]), state)
+        ...     updates, state = jax.jit(clip.update)(jnp.array([grad]), state)
         >>> round(updates.item(), 4)
         3.5
 
@@ -461,11 +461,12 @@ def adagc(
         TypeError: If `num_layer_axes` is traced.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> clip = gcx.adagc(2.0, warmup_steps=1)
         >>> grads = {"w": jnp.array(0.5), "b": jnp.array(0.25)}
-        >>> _, state = clip.update(grads, clip.init(grads))
-        >>> updates, _ = clip.update({"w": jnp.array(0.75), "b": jnp.array(9.0)}, state)
+        >>> update = jax.jit(clip.update)
+        >>> _, state = update(grads, clip.init(grads))
+        >>> updates, _ = update({"w": jnp.array(0.75), "b": jnp.array(9.0)}, state)
         >>> float(updates["w"]), float(updates["b"])
         (0.75, 0.5)
 

@@ -238,10 +238,11 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         ValueError: As in `Monitor.read`.
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
         >>> params = {"w": jnp.ones(2)}
-        >>> _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, tx.init(params), params)
+        >>> grads = {"w": jnp.array([1.0, jnp.nan])}
+        >>> _, state = jax.jit(tx.update)(grads, tx.init(params), params)
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm NaN; 1 non-finite element in w
     """

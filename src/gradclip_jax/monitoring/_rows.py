@@ -38,10 +38,10 @@ class Outcome(enum.IntFlag):
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
     Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
         >>> params = {"w": jnp.ones(2)}
-        >>> _, state = tx.update({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
+        >>> _, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
         >>> rows = gcx.Monitor(params).read(state).rows
         >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
         [True]

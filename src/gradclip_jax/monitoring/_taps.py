@@ -98,7 +98,7 @@ def tap(x: Array, probe: Array | None) -> Array:
         ...     return jnp.sum(gcx.taps.tap(w * x, probes["product"]) ** 2)
         >>> probes = gcx.taps.make_probes(["product"])
         >>> x = jnp.array([3.0, 4.0, 0.0])
-        >>> grad, stats = jax.grad(loss, argnums=(0, 1))(1.0, probes, x)
+        >>> grad, stats = jax.jit(jax.grad(loss, argnums=(0, 1)))(1.0, probes, x)
         >>> [round(float(v), 4) for v in gcx.taps.metrics(stats).values()][:3]
         [2.3333, 2.8868, 0.0]
     """

@@ -128,10 +128,10 @@ def value_and_grad(
             `num_microbatches`.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.dot(w, x)
-        >>> clipped = gcx.per_example.value_and_grad(loss, max_norm=1.0)
+        >>> clipped = jax.jit(gcx.per_example.value_and_grad(loss, max_norm=1.0))
         >>> (value, stats), grads = clipped(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
         >>> float(value), [round(g, 3) for g in grads.tolist()]
         (3.75, [0.3, 0.65])
@@ -216,11 +216,11 @@ def norms(
         ValueError: If the batch leaves have different numbers of examples.
 
     Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, x):
         ...     return jnp.dot(w, x)
-        >>> norms = gcx.per_example.norms(loss)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]]))
-        >>> [round(norm, 3) for norm in norms.tolist()]
+        >>> norms = jax.jit(gcx.per_example.norms(loss))
+        >>> norms(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 2.0]])).round(3).tolist()
         [5.0, 2.0]
 
     References:

@@ -45,8 +45,6 @@ def trainer(tx, steps, folder=None):
 
 
 class TestKauldron(TrainerTests):
-    beside_itself = {"rtol": 1e-6, "atol": 1e-7}
-
     def train(self, tx, first=0, last=STEPS, start=None):
         if isinstance(start, kd.train.TrainState):
             state, run = start, trainer(tx, last)

@@ -43,7 +43,6 @@ def with_state(tx, half):
 
 
 class TestLevanter(TrainerTests):
-    beside_itself = {"rtol": 1e-6, "atol": 1e-7}
     passes_loss = True
 
     def train(self, tx, first=0, last=STEPS, start=None, folder=None, hooks=(), **options):

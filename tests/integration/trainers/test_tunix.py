@@ -54,8 +54,6 @@ def as_run(trained):
 
 
 class TestTunix(TrainerTests):
-    beside_itself = {"rtol": 1e-6, "atol": 1e-7}
-
     def train(self, tx, first=0, last=STEPS, start=None, **options):
         trained = start or trainer(tx, last, **options)
         with MESH:

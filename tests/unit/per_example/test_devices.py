@@ -68,31 +68,15 @@ def on(mesh, tree, specs):
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
 
 
-def ordinary(params, batch):
-    return jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params), batch[:, 0, 0]
-
-
-def compiled_on(mesh, function, specs):
-    """A program whose gradients are sharded as the weights, and the arguments for it."""
-    args = on(mesh, (PARAMS, BATCH), (specs, SHARDS))
-    out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, SHARDS))
-    return jax.jit(function, out_shardings=out).lower(*args).compile(), args
-
-
 @pytest.mark.parametrize("specs", [TENSOR_PARALLEL, FSDP], ids=["tensor parallel", "FSDP"])
 def test_sharded_weights_under_jit_equal_one_device(mesh, alone, specs):
-    program, args = compiled_on(mesh, clip_of(loss), specs)
+    args = on(mesh, (PARAMS, BATCH), (specs, SHARDS))
+    out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, SHARDS))
+    program = jax.jit(clip_of(loss), out_shardings=out).lower(*args).compile()
     assert_equal_to_one_device(program(*args), alone)
-    if specs is FSDP:
-        return
-    # Nothing is gathered.
-    ours, theirs = program.as_text(), compiled_on(mesh, ordinary, specs)[0].as_text()
-    for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
-        assert hlo.count(ours, kind) == 0
-    # The second pass has its own activations; each norm adds up two Gram matrices and the rest.
-    local = EXAMPLES // 2
-    passes, norms = 2 * local * TOKENS * WIDTH, local * (2 * TOKENS**2 + 6)
-    assert sum(hlo.all_reduced(ours)) <= sum(hlo.all_reduced(theirs)) + passes + norms
+    if specs is TENSOR_PARALLEL:  # nothing is gathered
+        for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+            assert hlo.count(program.as_text(), kind) == 0
 
 
 def test_tensor_parallel_inside_shard_map_adds_up_two_numbers_for_each_norm(mesh, alone):
