@@ -33,7 +33,7 @@ _AROUND = 8
 """It also has them for this number of steps before and after an incident."""
 
 _KEPT = 1024
-"""Number of rows that are kept, to start the detection again after a rewind."""
+"""Number of rows that are kept, for the policy and to start the detection again after a rewind."""
 
 
 class Report(NamedTuple):
@@ -88,7 +88,7 @@ class Monitor:
     Attributes:
         names: Names of units, clips and taps.
         incidents: All incidents so far.
-        rows: The last 1,024 rows, or all rows of a log that `read_log` read.
+        rows: The rows of the last read and 1,024 before, or all rows of a log for `read_log`.
         report: The last report. After a restart, it has the last decision in the log.
 
     Examples:
@@ -163,9 +163,9 @@ class Monitor:
         rows = rows.take(rows.step >= next_step)
         incidents, last = self._detector.update(rows), self._policy.last
         self.incidents += incidents
-        self._recent = [*self._recent, *incidents][-_KEPT:]
+        self._recent = [*self._recent[-_KEPT:], *incidents]
         self._totals.append(rows.of_tree())
-        self.rows = Rows.concatenate([self.rows, rows]).take(slice(-_KEPT, None))
+        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
         decision = self._policy.update(self.rows, self._recent, next_step, saved)
         near = [x.step + i for x in incidents for i in range(-_AROUND, _AROUND + 1)]
         with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)

@@ -44,7 +44,7 @@ ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
 """What evidence for a rewind leads to, each time, and the number of steps without any after which
 earlier rewinds no longer count."""
 
-KEPT = 128
+LASTING = 128
 """Rows after an incident in which its threshold for the loss still counts, because the thresholds
 of incidents adapt to a long stretch."""
 
@@ -189,7 +189,7 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
     first, limit = rows.loss[:1], np.full(len(rows.step), np.inf)
     for x in incidents:
         if "loss" in x.kinds:
-            is_near = (rows.step >= x.step) & (rows.step < x.step + KEPT)
+            is_near = (rows.step >= x.step) & (rows.step < x.step + LASTING)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     is_early = (rows.step < EARLY) & (rows.loss > EARLY_RATIO * first) & (first > 0)
     is_outlier = np.isin(rows.step, [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)])
