@@ -17,7 +17,6 @@ from .._checks import (
     check_choice,
     check_dtype,
     check_transformation,
-    is_traced,
 )
 from .._errors import public
 from .._mesh import (
@@ -53,7 +52,6 @@ def microbatched_value_and_grad(
     reduction: Literal["mean", "sum"] = "mean",
     aux_reduction: Tree = None,
     microbatch_transform: Transform | None = None,
-    drop_nonfinite: bool = False,
 ) -> Callable[..., Any]:
     """Compute `jax.value_and_grad(fun)` with the memory of one micro-batch instead of the batch.
 
@@ -73,7 +71,6 @@ def microbatched_value_and_grad(
     | micro-batch | result |
     | --- | --- |
     | weight 0, even if its gradient is NaN | contributes 0 to value, gradient and means |
-    | non-finite, with `drop_nonfinite` | the same; NaN if no other one has a positive weight |
     | beyond `num_real_microbatches` | does not run; if none runs, all results are zero |
 
     Micro-batch i contains every `num_microbatches`-th example, starting at i. Under `jit`, each
@@ -104,10 +101,9 @@ def microbatched_value_and_grad(
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
             "concatenate", or None for the default in the table.
         microbatch_transform: Function or gradient transformation, such as a clip, that is applied
-            to the gradient of each micro-batch. Its state is initialized for every micro-batch.
-        drop_nonfinite: Whether to ignore micro-batches with a non-finite value or gradient. With
-            this option or `microbatch_transform`, the gradient of every micro-batch is all-reduced,
-            so that weights and `num_real_microbatches` must be equal on all devices.
+            to the gradient of each micro-batch. Its state is initialized for every micro-batch. The
+            gradient of every micro-batch is then all-reduced, so that weights and
+            `num_real_microbatches` must be equal on all devices.
 
     Returns:
         A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`. It
@@ -143,14 +139,8 @@ def microbatched_value_and_grad(
         split = bind_split(args, num_microbatches, *positions, num_real_microbatches)
         for i in split.differentiated:
             check_placement(f"args[{i}]", args[i])
-        axes = frozenset[str]()
-        if microbatch_transform is None and not drop_nonfinite:
-            # No gradient is needed on all devices before the last. With parameters that vary over
-            # devices, the loop does not all-reduce gradients.
-            batch = jax.tree.leaves([args[i] for i in split.batches])
-            axes = axes.union(*map(varying_axes, batch))
-        params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
-        local = split.with_differentiated(args, params)
+        # A transformation needs the gradient of all devices in every iteration of the loop.
+        local, axes = (args, frozenset()) if microbatch_transform else _made_local(split, args)
         bound = functools.partial(call, **kwargs)
         micro = _MicroBatches(bound, split, local, microbatch_transform)
         weights = micro.weights(has_weight)
@@ -160,15 +150,17 @@ def microbatched_value_and_grad(
         check_equal_on_devices("num_real_microbatches", split.real, common, "num_real")
         check_equal_on_devices("weight", weights, common, "weight")
         names = aux_reductions(aux_reduction, split, shapes[1], micro.whole_aux)
-        dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
-        empty = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
-        results = run_micro_batches(micro.run, shapes, empty, weights, split, drop_nonfinite)
-        outputs, totals, scales = results
-        combined = functools.partial(reduced, split=split, scales=scales)
+        empty = jax.tree.map(
+            lambda x: zeros_of_type(x, sum_dtype(x.dtype, accumulator_dtype)), like
+        )
+        # Ratios of the weights and the mean of positive weights, so that their sum is `count`.
+        total_weight, count = jnp.sum(weights), jnp.maximum(jnp.sum(weights > 0), 1)
+        mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count
+        scales = weights / mean_weight
+        outputs, totals = run_micro_batches(micro.run, shapes, empty, scales, split)
+        combined = functools.partial(reduced, split=split, scales=scales, count=count)
         value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
-        divisor, total_weight = scales.divisor, scales.total_weight
-        if reduction == "sum":
-            divisor /= jnp.where(total_weight > 0, total_weight, 1)
+        divisor = 1 / mean_weight if reduction == "sum" else count
 
         def summed(total: Array, like: jax.ShapeDtypeStruct, param: Array) -> Array:
             """Return a gradient, all-reduced over axes over which its argument is replicated."""
@@ -181,6 +173,17 @@ def microbatched_value_and_grad(
         return (value, aux) if has_aux else value, grads
 
     return run
+
+
+def _made_local(split: Split, args: Sequence[Tree]) -> tuple[Sequence[Tree], frozenset[str]]:
+    """Cast the differentiated arguments to vary over the devices of the batch; return the axes.
+
+    The loop over micro-batches then does not all-reduce gradients.
+    """
+    batch = jax.tree.leaves([args[i] for i in split.batches])
+    axes = frozenset[str]().union(*map(varying_axes, batch))
+    params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
+    return split.with_differentiated(args, params), axes
 
 
 class _MicroBatches(NamedTuple):
@@ -233,18 +236,19 @@ class _MicroBatches(NamedTuple):
         return outputs, jax.tree.map(scaled, grads)  # the transformation receives unscaled ones
 
     def weights(self, has_weight: bool) -> Array:
-        """Return the weight of each micro-batch that runs, 1 by default, and 0 for padding.
+        """Return the weight of each micro-batch, 1 by default, and 0 for padding.
 
         The loss is multiplied by the weight of a micro-batch relative to the mean weight, so the
         weights must be known before the first gradient. XLA removes everything else that `call`
         computes.
         """
-        real = self.split.real
+        split = self.split
 
         def weight(index: Array) -> Array:
-            _, (weight, _) = self.call(*self.split.arguments(self.args, index))
+            _, (weight, _) = self.call(*split.arguments(self.args, index))
             return jnp.asarray(as_weight(weight))
 
-        indices = jnp.arange(self.split.parts if is_traced(real) else real)
+        indices = jnp.arange(split.num_run)
         weights = lax.map(weight, indices) if has_weight else jnp.ones(len(indices), jnp.float32)
-        return jnp.where(indices < real, weights, 0)
+        weights = jnp.where(indices < split.real, weights, 0)
+        return jnp.pad(weights, (0, split.parts - split.num_run))

@@ -36,6 +36,11 @@ class Split(NamedTuple):
     real: int | Array
     size: int = 0
 
+    @property
+    def num_run(self) -> int:
+        """Static number of micro-batches in the loop."""
+        return self.parts if is_traced(self.real) else int(self.real)
+
     def differentiated_of(self, args: Sequence[Tree]) -> Tree:
         """Return the differentiated arguments, in the structure of the gradient."""
         if self.takes_one:

@@ -199,16 +199,14 @@ def test_each_device_may_have_a_number_of_its_own():
     agree(grads, jax.tree.map(lambda *x: sum(x), *(one for _, one in alone)))
 
 
-@pytest.mark.parametrize("option", ["drop_nonfinite", "microbatch_transform"])
 @pytest.mark.parametrize("varies", ["weight", "count"])
-def test_devices_that_all_reduce_each_micro_batch_need_equal_weights(option, varies):
-    value = {"drop_nonfinite": True, "microbatch_transform": optax.identity()}[option]
-
+def test_devices_that_transform_each_micro_gradient_need_equal_weights(varies):
     @sharded((SHARDS, SHARDS), SHARDS)
     def run(batch, count):
         of_count = {"num_real_microbatches": count[0]}
         fun, varying = (loss, of_count) if varies == "count" else (token_loss, {"has_weight": True})
-        return jnp.ravel(microbatched(fun, 4, **{option: value}, **varying)(PARAMS, batch)[1]["b"])
+        take = microbatched(fun, 4, microbatch_transform=optax.identity(), **varying)
+        return jnp.ravel(take(PARAMS, batch)[1]["b"])
 
     batch = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), DATA)
     with pytest.raises(TypeError, match="^microbatched_value_and_grad: `(num_real|weight).*pmean"):
@@ -247,7 +245,7 @@ def test_each_micro_batch_gets_its_own_key(make_key):
     np.testing.assert_array_equal(noise, own.reshape(BATCH, 3))
 
 
-# --- weights, dropped micro-batches, a transformation for each micro-gradient ----------------
+# --- weights, and a transformation for each micro-gradient ----------------------------------
 
 # Every 4th example is bad: one micro-batch of four.
 BAD = jnp.arange(BATCH) % PARTS == 1
@@ -260,24 +258,16 @@ def test_a_micro_batch_of_zero_weight_adds_nothing_even_if_it_is_nan():
     agree(ours, whole_of_tokens(PARAMS, GOOD))
 
 
-def test_a_micro_batch_that_is_not_finite_can_be_dropped():
-    drop = jax.jit(in_parts(drop_nonfinite=True))
-    agree(drop(PARAMS, SPOILED), whole_of_tokens(PARAMS, GOOD))
+def test_a_batch_without_weight_gives_zero_even_if_it_is_nan():
     bad = jax.tree.map(lambda x: x * np.nan, DATA)
-    (value, weight), grads = drop(PARAMS, {**bad, "tokens": TOKENS})  # all are dropped
-    assert weight == 0 and all(np.isnan(x).all() for x in jax.tree.leaves((value, grads)))
-    found = drop(PARAMS, {**bad, "tokens": 0 * TOKENS})  # of weight 0, so that none is dropped
+    found = jax.jit(in_parts(reduction="sum"))(PARAMS, {**bad, "tokens": 0 * TOKENS})
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
-def test_a_sum_of_dropped_micro_batches_is_nan_and_of_padding_zero():
-    @jax.jit
-    def take(x, count):
-        options = {"drop_nonfinite": True, "reduction": "sum", "num_real_microbatches": count}
-        return microbatched(lambda w, x: jnp.mean(w * x), 4, **options)(1.0, x)
-
-    assert np.isnan(take(X * np.nan, 4)).all() and not np.any(take(X, 0))
-    np.testing.assert_allclose(take(X, 4)[1], 4 * np.mean(X), rtol=1e-5)
+def test_a_sum_weighs_gradients_by_their_weights():
+    (_, total), mean = whole_of_tokens(PARAMS, DATA)
+    _, grads = jax.jit(in_parts(reduction="sum"))(PARAMS, DATA)
+    chex.assert_trees_all_close(grads, jax.tree.map(lambda g: g * total, mean), rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
