@@ -71,8 +71,9 @@ def test_traced_max_norm_of_any_value_never_raises():
 
 
 def test_empty_arrays_and_vectors():
+    grads = jax.jit(jax.grad(lambda x: jnp.sum(3.0 * gcx.clip_cotangent(x, 1.0))))
     for shape in ((0, 3), (3, 0), (5,)):
-        grad = jax.grad(lambda x: jnp.sum(3.0 * gcx.clip_cotangent(x, 1.0)))(jnp.ones(shape))
+        grad = grads(jnp.ones(shape))
         np.testing.assert_allclose(grad, np.full(shape, 1 / np.sqrt(5)), rtol=1e-6)
 
 

@@ -94,10 +94,11 @@ def unit_norms(leaves: dict[str, np.ndarray], units: dict[str, Any]) -> np.ndarr
 
 
 # One granularity with all thresholds, and all with one threshold of each kind.
-GRID = [("axis", threshold) for threshold in THRESHOLDS] + [
-    pytest.param(granularity, threshold, marks=pytest.mark.slow)
-    for granularity in ("global", "group", "leaf", "stacked layer")
-    for threshold in ("number", "zscore", "relative_to_params")
+KINDS = "number", "zscore", "relative_to_params"
+GRID = [
+    pytest.param(x, y, marks=() if x == "axis" and y in KINDS else pytest.mark.slow)
+    for x in GRANULARITIES
+    for y in (THRESHOLDS if x == "axis" else KINDS)
 ]
 
 
