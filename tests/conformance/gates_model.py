@@ -124,7 +124,7 @@ class Guard:
     def accept(self):
         self.good += 1
         if self.kind == "scale" and self.good == 3:  # `growth_interval`
-            self.scale, self.good = self.scale * 2, 0
+            self.scale, self.good = min(self.scale * 2, 2.0**24), 0
 
 
 class Accumulation:
