@@ -68,9 +68,9 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
         words = str(line.get("outcome", "applied")).split()
         rows.outcome[i] = sum(WORDS.get(word, 0) for word in words)
         for key in line.keys() & columns.keys():
-            value, (column, flags) = _number(line[key]), columns[key]
-            if value is not None:
-                column[i] = value
+            column, flags = columns[key]
+            with contextlib.suppress(TypeError, ValueError):  # no number, nor the text of one
+                column[i] = float(line[key])
                 rows.outcome[i] |= flags
     return rows, names
 
@@ -102,10 +102,9 @@ def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome
         yield name, table[:, 0], flag
         for i, unit in enumerate(names.units, 1):
             yield f"{name}/{unit}", table[:, i], flag | Outcome.HAS_UNITS
-    for i, tap in enumerate(names.taps):
-        for j, side in enumerate(("", "cotangent_")):
-            for k, name in enumerate(STATISTICS):
-                yield f"taps/{tap}/{side}{name}", rows.taps[:, i, j, k], Outcome.HAS_TAPS
+    for i, j, k in np.ndindex(*rows.taps.shape[1:]):
+        side = ("", "cotangent_")[j]
+        yield f"taps/{names.taps[i]}/{side}{STATISTICS[k]}", rows.taps[:, i, j, k], Outcome.HAS_TAPS
 
 
 def _prefix(keys: Iterable[str]) -> str:
@@ -130,8 +129,8 @@ def _latest(lines: Iterable[Line]) -> dict[int, Line]:
     for line in lines:
         if "sentence" in line or _ROW.isdisjoint(line):
             continue
-        step = _number(line.get("step"))
-        step = last + 1 if step is None else int(step)
+        step = line.get("step")
+        step = last + 1 if step in (None, "") else int(float(step))
         if step < last or "rewind_to" in line:
             table = {i: x for i, x in table.items() if i < step}
         if "rewind_to" not in line:
@@ -155,11 +154,3 @@ def _parsed(path: pathlib.Path, pattern: str) -> list[Line]:
         elif match := re.match(pattern, line):
             lines.append({key: x for key, x in match.groupdict().items() if x})
     return lines
-
-
-def _number(value: Any) -> float | None:
-    """Convert a scalar, or the text of a number, to a float; None if it is neither."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None

@@ -148,8 +148,6 @@ class Monitor:
         state = plain_arrays(state)
         row = state if isinstance(state, Row) else rows_of(find_watch(state, self._which))
         rows, names = read_stack(row, self.names)
-        rows = rows.take(np.argsort(rows.step))
-        rows = rows.take(rows.outcome != 0)  # the others were never written
         if names != self.names:  # the names of clips are in the state
             self._start(rows.take(slice(0)), names)
             self._totals = []

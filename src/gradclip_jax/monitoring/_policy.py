@@ -186,14 +186,14 @@ def _evidence(
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
     """Return which steps were applied although the loss is an outlier or a gradient not finite."""
-    first, limit = rows.loss[:1], np.full(len(rows.step), np.inf)
+    first = rows.loss[:1]
+    limit = np.where((rows.step < EARLY) & (first > 0), EARLY_RATIO * first, np.inf)
     for x in incidents:
         if "loss" in x.kinds:
             is_near = (rows.step >= x.step) & (rows.step < x.step + LASTING)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
-    is_early = (rows.step < EARLY) & (rows.loss > EARLY_RATIO * first) & (first > 0)
     is_outlier = np.isin(rows.step, [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)])
-    return rows.has(Outcome.APPLIED) & (is_outlier | is_early | (rows.loss > limit))
+    return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss > limit))
 
 
 def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
