@@ -259,13 +259,13 @@ def _unit_norms_jvp(
     norms, dtype = unit_norms(leaves, units, ord, axis_name), norm_dtype(leaves)
     total = functools.partial(totals, units=units, axis_name=axis_name)
 
-    of_leaves = [norms[i or 0] for i in units.entries]  # a leaf without a norm takes any value
+    def by_leaf(values: Norms) -> Norms:  # a leaf without a norm receives any value
+        return [values[i or 0] for i in units.entries]
 
     def num_largest(x: Array, axes: Axes, norm: Array) -> Array:
         return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
 
-    ties = total(num_largest, leaves, of_leaves) if math.isinf(ord) else norms
-    ties = [ties[i or 0] for i in units.entries]
+    ties = total(num_largest, leaves, by_leaf(norms)) if math.isinf(ord) else norms
 
     def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)
@@ -279,7 +279,7 @@ def _unit_norms_jvp(
         product = jnp.conj(jnp.where(is_regular, slope, 0)) * direction.astype(wide)
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, total(along, leaves, of_leaves, ties, directions)
+    return norms, total(along, leaves, by_leaf(norms), by_leaf(ties), directions)
 
 
 def root_mean_squares(
