@@ -57,12 +57,10 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         >>> gcx.diagnostics.nonfinite_leaves(tree)
         {"['b']": 2}
     """
-    counts: dict[str, int] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        is_bad = jnp.issubdtype(_checks.dtype_of(leaf), jnp.inexact) and ~jnp.isfinite(leaf)
-        if np.any(is_bad):
-            counts[jax.tree_util.keystr(path)] = int(jnp.sum(is_bad))
-    return counts
+    leaves = jax.tree.leaves_with_path(tree)
+    leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
+    counts = {jax.tree_util.keystr(path): int(jnp.sum(~jnp.isfinite(x))) for path, x in leaves}
+    return {path: count for path, count in counts.items() if count}
 
 
 @_errors.public

@@ -47,26 +47,14 @@ class Outcome(enum.IntFlag):
         [True]
     """
 
-    HAS_GRADIENT = enum.auto()
-    HAS_UPDATE = enum.auto()
-    HAS_PARAMETER = enum.auto()
-    HAS_UNITS = enum.auto()
-    HAS_LOSS = enum.auto()
-    HAS_BATCH_ID = enum.auto()
-    HAS_TAPS = enum.auto()
-    HAS_NORM_LIMIT = enum.auto()
-    HAS_LOSS_LIMIT = enum.auto()
-    APPLIED = enum.auto()
-    CLIPPED = enum.auto()
-    SKIPPED = enum.auto()
-    HELD = enum.auto()
-    UNCHANGED = enum.auto()
-    SKIPPED_NONFINITE = enum.auto()
-    SKIPPED_LARGE_NORM = enum.auto()
-    SKIPPED_LARGE_LOSS = enum.auto()
-    GUARD_FAILED = enum.auto()
-    EMPTY_WINDOW = enum.auto()
-    REPLICA_DIFFERS = enum.auto()
+    # The values are stored in checkpoints.
+    HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
+    HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
+    HAS_NORM_LIMIT, HAS_LOSS_LIMIT = 0x80, 0x100
+    APPLIED, CLIPPED, HELD, UNCHANGED = 0x200, 0x400, 0x800, 0x1000
+    SKIPPED = 0x2000
+    SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
+    GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS = 0x20000, 0x40000, 0x80000
 
 
 KINDS = ("gradient", "update", "parameter")

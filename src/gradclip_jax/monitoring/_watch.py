@@ -196,8 +196,8 @@ def watch(
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
-            the data axis inside `shard_map` or `pmap`. None disables the check. Requires
-            "parameter".
+            the data axis inside `shard_map` or `pmap`. None disables the check, which measures the
+            parameters whatever `of` contains.
         check_every: Number of steps between two checks of the replicas, >= 1. Each check is one
             all-reduce of one norm for each leaf or layer and device. Steps 0, `check_every`,
             `2 * check_every` and so on are checked.
@@ -208,11 +208,10 @@ def watch(
         An Optax transformation with a `WatchState`.
 
     Raises:
-        ValueError: If `of` contains another name, a number is out of range, `params` is missing
-            although parameters are measured, or the state belongs to another tree.
+        ValueError: If a number is out of range, `params` is missing although parameters are
+            measured, or the state belongs to another tree.
         TypeError: If `inner` is not a transformation or, during tracing, if a leaf has an integer
             dtype.
-
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -265,13 +264,11 @@ def watch(
         before, after = metrics(state.inner_state), metrics(inner_state)
         if "loss_scale" in before:
             table = jnp.where(_IS_GRADIENT_NORM, table / before["loss_scale"], table)
-        differs, device = other_replica(
-            table[:, -1], replica_axis, state.step_count % check_every == 0
-        )
+        is_due = state.step_count % check_every == 0
+        differs, device = other_replica(table[:, -1], replica_axis, is_due)
         flags = [
             (Outcome.HAS_GRADIENT, has_micro_batch(extra_args)),
             (Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER, measures_step),
-            (Outcome.HAS_UNITS, True),
             (Outcome.HAS_LOSS, loss is not None),
             (Outcome.HAS_BATCH_ID, batch_id is not None),
             (Outcome.HAS_TAPS, stats is not None),
@@ -279,7 +276,7 @@ def watch(
             (Outcome.REPLICA_DIFFERS, differs),
             *_events(before, after),
         ]
-        outcome = jnp.int32(0)
+        outcome = jnp.int32(Outcome.HAS_UNITS)
         for flag, is_set in flags:
             outcome |= jnp.where(is_set, int(flag), 0)
         limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)

@@ -27,20 +27,13 @@ def clip(max_norm=1.0):
     return gcx.clip_by_global_norm(max_norm)
 
 
-class Foreign(NamedTuple):
-    grad_norm: Any
-    clip_threshold: Any
-
-
 PLACES = {
-    "masked": (optax.masked(clip(), {"w": True, "b": False}), CLIP),
     "partition": (optax.partition({"body": clip(), "head": optax.sgd(0.1)}, LABELS), CLIP),
     "inject_hyperparams": (  # the learning rate that it stores is no metric of ours
         optax.inject_hyperparams(lambda rate: optax.chain(clip(), optax.sgd(rate)))(rate=0.1),
         CLIP,
     ),
     "multi_steps": (optax.MultiSteps(clip(), 2), CLIP),
-    "apply_if_finite": (optax.apply_if_finite(clip(), 3), CLIP),
     "skip_nonfinite": (gcx.skip_nonfinite(clip()), CLIP | NONFINITE | {"grad_norm/inner_state"}),
     "skip_spikes": (gcx.skip_spikes(optax.sgd(0.1), norm=9.0), LARGE),
     "nothing_of_ours": (optax.adam(0.1), set()),
@@ -55,21 +48,19 @@ def test_scalars_of_our_states_are_found_wherever_the_state_is(name):
     assert all(x.shape == () and isinstance(x, jax.Array) for x in found.values())
 
 
-@pytest.mark.parametrize("state", [None, {}, jnp.ones(2), Foreign(jnp.ones(()), jnp.ones(()))])
-def test_a_foreign_state_with_fields_of_ours_reports_nothing(state):
-    assert gcx.metrics(state) == {}
+def test_a_foreign_state_with_fields_of_ours_reports_nothing():
+    class Foreign(NamedTuple):
+        grad_norm: Any = 1.0
+        clip_threshold: Any = 1.0
+
+    assert gcx.metrics(Foreign()) == gcx.metrics({}) == {}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: TrainState.create(apply_fn=jnp.dot, params=PARAMS, tx=tx),
-        lambda tx: jax.tree_util.Partial(jnp.dot, tx.init(PARAMS)),  # its parts have no names
-    ],
-    ids=["TrainState", "Partial"],
-)
-def test_a_state_is_found_inside_any_pytree(wrap):
-    assert set(gcx.metrics(wrap(optax.chain(clip(), optax.sgd(0.1))))) == CLIP
+def test_a_state_is_found_inside_any_pytree():
+    tx = optax.chain(clip(), optax.sgd(0.1))
+    train_state = TrainState.create(apply_fn=jnp.dot, params=PARAMS, tx=tx)
+    nameless = jax.tree_util.Partial(jnp.dot, tx.init(PARAMS))  # its parts have no names
+    assert set(gcx.metrics(train_state)) == set(gcx.metrics(nameless)) == CLIP
 
 
 def test_keys_and_dtypes_are_the_same_at_every_step_and_under_vmap():
