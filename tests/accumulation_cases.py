@@ -1,7 +1,6 @@
 """What the tests of accumulation share: small parameters, gradients, and runs of micro-batches."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -59,13 +58,3 @@ def taken(tx, grads, state, params, *, fast, **extra_args):
         return gcx.apply_gradients(tx, grads, state, params, **extra_args)
     updates, state = tx.update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state
-
-
-def watcher(seen):
-    """An inner optimizer that passes gradients through and tells whenever it really runs."""
-
-    def update(updates, state, params=None, **extra_args):
-        jax.debug.callback(lambda count: seen.append(int(count)), state)
-        return updates, state + 1
-
-    return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)

@@ -110,18 +110,6 @@ def test_scale_loss_raises_if_a_clip_receives_scaled_gradients():
 @pytest.mark.parametrize(
     "tx",
     [
-        gcx.dynamic_loss_scale(optax.chain(gcx.clip_by_global_norm(1.0), sgd)),
-        optax.chain(gcx.dynamic_loss_scale(sgd), gcx.clip_by_global_norm(1.0)),
-    ],
-    ids=["inside", "after"],
-)
-def test_scale_loss_finds_the_scale_beside_parameters(tx):
-    assert float(gcx.scale_loss((PARAMS, tx.init(PARAMS)), jnp.float32(3.0))) == 3.0
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
         gcx.skip_spikes(accumulate(sgd, 2), norm=gcx.thresholds.mean_std(), loss=4.0),
         gcx.watch(gcx.skip_nonfinite(accumulate(gcx.autoclip(), 2))),
         optax.chain(gcx.zclip(), gcx.adagc(), sgd),

@@ -42,10 +42,3 @@ def test_a_log_of_an_accumulation_gives_the_known_noise_scale():
 )
 def test_edge_cases(small, big, expected):
     np.testing.assert_equal(gcx.diagnostics.noise_scale(small, big, 8, 32), expected)
-
-
-def test_batch_sizes_may_differ_between_steps():
-    true_square, trace = 2.0, 30.0
-    sizes = np.array([10.0, 20.0, 40.0])
-    small, big = true_square + trace / sizes, true_square + trace / (4 * sizes)
-    assert gcx.diagnostics.noise_scale(small, big, sizes, 4 * sizes) == pytest.approx(15.0)

@@ -99,33 +99,11 @@ def test_lookahead_may_be_inside():
 # --- inside any wrapper ---------------------------------------------------------------------
 
 
-def accumulated(inner=None):
-    return gcx.accumulate_gradients(optax.sgd(0.1) if inner is None else inner, 3)
-
-
-# test_transform.py also flushes chains, masks, partitions and guards.
-WRAPPERS = {
-    "inject_hyperparams": lambda: optax.inject_hyperparams(
-        lambda learning_rate: accumulated(optax.adam(learning_rate))
-    )(learning_rate=optax.linear_schedule(0.1, 0.0, 10)),
-    "flatten": lambda: optax.flatten(accumulated(optax.adam(0.1))),
-    "schedule_free": lambda: optax.contrib.schedule_free(accumulated(), 0.1),
-    "conditionally_mask": lambda: optax.conditionally_mask(accumulated(), lambda step: step >= 0),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_any_wrapper_can_hold_it(name):
-    updates, states = run(WRAPPERS[name](), PARAMS, grads_of(7), [{"value": VALUE}] * 7)
-    assert emissions(states) == [False, False, True] * 2 + [False]
-    assert gcx.diagnostics.accumulation_stats(states[-1]).total_updates == 2
-    chex.assert_tree_all_finite(updates)
-    assert np.any(updates[2]["w"]) and np.any(updates[5]["w"])
-
-
 def test_two_accumulations_in_a_partition_keep_their_own_windows():
-    parts = {"a": gcx.accumulate_gradients(optax.sgd(0.1), 2), "b": accumulated()}
+    parts = {
+        "a": gcx.accumulate_gradients(optax.sgd(0.1), 2),
+        "b": gcx.accumulate_gradients(optax.sgd(0.1), 3),
+    }
     tx, grads = optax.partition(parts, {"w": "a", "b": "b"}), grads_of(7)
     updates, states = run(tx, PARAMS, grads)
     assert [bool(np.any(u["w"])) for u in updates] == [False, True] * 3 + [False]
@@ -185,7 +163,7 @@ def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
 def test_the_variables_of_nnx_are_taken_and_returned():
     # tests/integration/trainers/test_nnx.py has the optimizer of NNX, flushed and reset.
     nnx = pytest.importorskip("flax.nnx")
-    model, tx = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), accumulated(optax.adam(0.1))
+    model, tx = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), gcx.accumulate_gradients(optax.adam(0.1), 3)
     params = nnx.state(model, nnx.Param)
     grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 2))) ** 2))(model)
     carry = params, tx.init(params)
