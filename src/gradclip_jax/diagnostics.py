@@ -29,9 +29,9 @@ from .accumulation._state import accumulation_stats as accumulation_stats
 from .monitoring._incident import Incident as Incident
 from .monitoring._monitor import Report as Report
 from .monitoring._monitor import read_log as read_log
+from .monitoring._monitor import suggest_max_norm as suggest_max_norm
 from .monitoring._plot import plot_log as plot_log
 from .monitoring._rows import Outcome as Outcome
-from .monitoring._summary import suggest_max_norm as suggest_max_norm
 
 
 @_errors.public

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from .._checks import shortened
+from .._checks import check_number, shortened
 from .._errors import public, value_error
 from .._mask import Mask
 from .._states import plain_arrays
-from .._types import Tree
+from .._types import HostArray, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ._detect import Detector
 from ._incident import Incident, from_lines, to_json
-from ._log import PATTERN, LogSource, read_lines, to_lines, to_rows
+from ._log import PATTERN, WORDS, LogSource, read_lines, to_lines, to_rows
 from ._policy import Policy
-from ._rows import Names, Row, Rows, read_stack
-from ._summary import summarize
+from ._rows import Names, Outcome, Row, Rows, read_stack
 from ._watch import find_watch, names_of, rows_of
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
@@ -181,7 +181,39 @@ class Monitor:
 
         The shares of units are those in `rows`.
         """
-        return summarize(Rows.concatenate(self._totals), self.rows, self.names, self.incidents)
+        rows = Rows.concatenate(self._totals)
+        if not len(rows.step):
+            return "no steps"
+        fates = _listed({word: rows.has(flag).sum() for word, flag in WORDS.items()})
+        clipped = np.sum(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
+        by_clip = _listed(dict(zip(self.names.clips, clipped, strict=True)))
+        kinds = _listed(Counter(kind for x in self.incidents for kind in x.kinds))
+        lines = [
+            f"steps {rows.step[0]} to {rows.step[-1]}: {fates}",
+            *([f"clipped steps: {by_clip}"] if self.names.clips else []),
+            f"incidents: {len(self.incidents)} ({kinds})",
+            *(f"the last: {x}" for x in self.incidents[-1:]),
+        ]
+        of_units = _gradient_norms(self.rows.take(self.rows.has(Outcome.HAS_UNITS)))
+        of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
+        if of_units[:, 1:].size:
+            shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
+            largest = [f"{self.names.units[i]} {shares[i]:.0%}" for i in np.argsort(-shares)[:3]]
+            lines.append(f"largest shares of the squared gradient norm: {', '.join(largest)}")
+        norms = _gradient_norms(rows)[:, 0]
+        usual = norms[np.isfinite(norms) & (norms > 0)]
+        if usual.size:
+            median, high = np.percentile(usual, [50, 99])
+            text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
+            threshold = float(f"{3 * high:.2g}")
+            skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
+            guard = f"skip_spikes(optimizer, norm={threshold:g})"
+            lines += [
+                f"gradient norm: median {median:.3g}, {text}",
+                f"suggested max_norm: {median:.2g}, the median",
+                f"suggested guard: {guard}, which would have skipped {skipped}",
+            ]
+        return "\n".join(lines)
 
     def _start(self, rows: Rows, names: Names) -> None:
         """Continue after these rows."""
@@ -287,3 +319,50 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
     monitor._start(rows, names)
     monitor.incidents, monitor._totals = from_lines(lines) or monitor._recent, [rows]
     return monitor
+
+
+@public
+def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
+    """Suggest a `max_norm` as a percentile of the gradient norms of a run.
+
+    The default is the median, which performed best among five percentiles in docs/study.md. A
+    threshold at the median clips half of the steps, so consider a larger learning rate. The 90th
+    percentile clips only outliers.
+
+    Args:
+        norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
+            Non-finite norms are ignored.
+        percentile: Percentage of steps that should not be clipped, from 0 to 100.
+
+    Returns:
+        The percentile of the finite norms, a positive number.
+
+    Raises:
+        ValueError: If no norm is finite, if the percentile of the norms is not positive, or if
+            `percentile` is outside [0, 100].
+        TypeError: If called inside jit.
+
+    Examples:
+        >>> import gradclip_jax as gcx
+        >>> gcx.diagnostics.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=100.0)
+        3.0
+    """
+    check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
+    is_rows = isinstance(norms, Rows)
+    values = np.asarray(_gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
+    finite = values[np.isfinite(values)]
+    result = float(np.percentile(finite, percentile)) if finite.size else 0.0
+    if not result > 0:
+        got = f"{values.size} values, of which {np.sum(finite > 0)} are positive and finite"
+        hint = "Record steps with finite gradients first, or pass a higher percentile."
+        raise value_error("norms", "norms with a positive percentile", got, hint)
+    return result
+
+
+def _gradient_norms(rows: Rows) -> HostArray:
+    """Return the norms of all gradients, of the whole tree and of each unit."""
+    return rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"
