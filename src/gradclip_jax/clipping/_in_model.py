@@ -68,9 +68,8 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
         hint = "Integers are not differentiable; for a tree, use `jax.tree.map`."
         raise type_error("x", "a floating or complex array", describe(x), hint)
     x = jnp.asarray(x)
-    units = slice_units(
-        [tuple(range(x.ndim)) if axes is None else axes_within(axes, x)], is_local=True
-    )
+    over = tuple(range(x.ndim)) if axes is None else axes_within(axes, x)
+    units = slice_units([over], is_local=True)
 
     @jax.custom_vjp
     def identity(x: Array, max_norm: Array) -> Array:

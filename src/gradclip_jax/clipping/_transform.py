@@ -173,6 +173,8 @@ def clip_by_leaf_norm(
 ) -> optax.GradientTransformation:
     """Scale each leaf so that its norm is at most `max_norm`.
 
+    A NaN or infinity in any leaf makes all leaves NaN.
+
     Args:
         max_norm: Maximum norm of a leaf in the units of the gradients; a positive number, a traced
             scalar, a schedule, or a rule from `gcx.thresholds`. Use `clip_by_group_norm`, or
@@ -213,7 +215,8 @@ def clip_by_group_norm(
 ) -> optax.GradientTransformation:
     """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves whose label is not in `max_norms` are neither clipped nor measured.
+    Leaves whose label is not in `max_norms` are neither clipped nor measured. A NaN or infinity in
+    a measured leaf makes all measured leaves NaN.
 
     Args:
         max_norms: Mapping from label to threshold; a positive number, a traced scalar, a schedule,
@@ -228,8 +231,7 @@ def clip_by_group_norm(
         each group.
 
     Raises:
-        ValueError: If a threshold is not positive, or if no leaf has a label in
-            `max_norms`.
+        ValueError: If a threshold is not positive, or if no leaf has a label of `max_norms`.
         TypeError: If a threshold is not valid, or if `param_labels` is not a prefix tree of the
             updates.
 
