@@ -24,16 +24,16 @@ class Run:
         self.read(0, saved=saved)
 
     def read(self, count, *, bad=(), kinds=("loss",), saved=None, **columns):
-        """Read `count` rows; `bad` are the steps with an incident of `kinds`."""
+        """Read `count` rows; `bad` are steps with an incident of `kinds`, `columns` are by step."""
         rows = Rows.zeros(count, Names())
         rows.step[:] = self.step + np.arange(count)
         rows.batch_id[:] = rows.step + self.offset
         rows.loss[:] = 1 / (1 + rows.batch_id)
         rows.outcome[:] = int(GOOD)
         for name, by_step in columns.items():
-            for step, value in by_step.items():
-                getattr(rows, name)[step - self.step] = value
-        self.incidents += [Incident(step, kinds, 1.0) for step in bad]
+            for i in np.flatnonzero(np.isin(rows.step, list(by_step))):
+                getattr(rows, name)[i] = by_step[rows.step[i]]
+        self.incidents += [Incident(step, kinds, 1.0) for step in bad if step in rows.step]
         self.rows = Rows.concatenate([self.rows, rows]).take(slice(-1024, None))
         self.last = self.policy.update(self.rows, self.incidents, self.step, saved)
         self.step += count
@@ -75,23 +75,43 @@ def test_only_checkpoints_that_exist_are_named_also_those_confirmed_within_one_r
     assert run.last.good_step == 40
 
 
+def skipped(first, last):
+    """Steps with a gradient that is not finite, which a guard skips."""
+    steps, norms = range(first, last), np.array([[np.nan], [np.nan], [1.0]])
+    columns = {"norms": dict.fromkeys(steps, norms), "outcome": dict.fromkeys(steps, int(SKIPPED))}
+    return {"bad": steps, "kinds": ("nan", "skipped"), **columns}
+
+
+FAILED = {"outcome": {62: int(SKIPPED), 63: int(SKIPPED), 64: int(SKIPPED | Outcome.GUARD_FAILED)}}
+WINDOWS = {"outcome": {step: int(HELD) for step in range(100) if step % 4 != 3}}
+CASES = {
+    "one outlier": ({"bad": [50]}, "save", []),
+    "two outliers": ({"bad": [50, 51]}, "save", []),
+    "rare outliers": ({"bad": [40, 50, 60]}, "save", []),  # more than 8 other rows lie between
+    "stretch": ({"bad": [50, 51, 54, 60]}, "rewind", range(50, 61)),
+    "stretch of windows": ({"bad": [43, 47, 51], **WINDOWS}, "rewind", range(40, 52)),
+    "one early outlier": ({"loss": {2: 30.0}}, "save", []),
+    "early stretch": ({"loss": dict.fromkeys(range(2, 15), 30.0)}, "rewind", range(2, 15)),
+    "non-finite parameters": (
+        {"bad": range(49, 70), "kinds": ("nan",), "norms": dict.fromkeys(range(50, 70), np.nan)},
+        "rewind",
+        [49, 50],
+    ),
+    "skipped": (skipped(50, 68), "save", []),
+    "skipped for long": (skipped(50, 82), "rewind", range(50, 82)),
+    "failed guard": (FAILED, "stop", []),
+    "stretch before a failed guard": ({"bad": [40, 41, 42], **FAILED}, "rewind", [40, 41, 42]),
+}
+
+
 @pytest.mark.parametrize("size", [1, 7, 100])
-@pytest.mark.parametrize(
-    ("bad", "left_out"),
-    [
-        ([50], None),
-        ([50, 51], None),
-        ([50, 60, 70, 80], None),  # no stretch: more than 8 other rows lie between them
-        ([50, 51, 54, 60], range(50, 61)),
-    ],
-)
-def test_a_stretch_rewinds_to_the_good_step_and_single_outliers_do_not(bad, left_out, size):
-    run = Run(saved=[0])
-    for start in range(0, 100, size):
-        run.read(size, bad=[x for x in bad if start <= x < start + size])
-    assert run.last.batch_ids == list(left_out or ())
-    assert run.last.action in ("rewind",) if left_out else ("continue", "save")
-    assert not left_out or (run.last.good_step == 0 and "steps 50 to 60" in run.last.reason)
+@pytest.mark.parametrize("case", CASES)
+def test_what_rewinds_to_the_good_step_and_which_batches_are_left_out(case, size):
+    run, (columns, action, left_out) = Run(saved=[0]), CASES[case]
+    while run.step < 100:
+        run.read(size, **columns)
+    assert (run.last.action, run.last.good_step) == (action, 0)
+    assert run.last.batch_ids == list(left_out)
 
 
 def test_a_stretch_that_does_not_end_rewinds_after_32_rows_and_twice_as_many_after_a_rewind():
@@ -105,26 +125,11 @@ def test_a_stretch_that_does_not_end_rewinds_after_32_rows_and_twice_as_many_aft
     assert run.read(1, bad=[113]) == "rewind" and len(run.last.batch_ids) == 32 + 64
 
 
-def test_an_early_stretch_needs_no_incidents():
-    run = Run(saved=[0])
-    assert run.read(30, loss=dict.fromkeys(range(2, 15), 30.0)) == "rewind"
-    assert run.last.batch_ids == list(range(2, 15))
-    run = Run(saved=[0])
-    assert run.read(32, loss={2: 30.0}) == "continue" and run.read(3) == "save"
-
-
 def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
     run.incidents.append(Incident(50, ("loss",), 1.0, loss_threshold=15.0))
     assert run.read(100, loss=loss) == "rewind"
     assert run.last.batch_ids == list(range(50, 70))
-
-
-def test_a_stretch_of_windows_leaves_out_all_their_micro_batches():
-    run = Run(saved=[0])
-    held = {step: int(HELD) for step in range(400) if step % 4 != 3}
-    assert run.read(400, bad=[103, 107, 111], outcome=held) == "rewind"
-    assert run.last.batch_ids == list(range(100, 112))
 
 
 def test_rewinds_that_do_not_help_lower_the_learning_rate_and_then_stop():
@@ -170,31 +175,6 @@ def test_without_a_good_checkpoint_a_finite_stretch_is_only_reported():
     assert run.read(40, saved=[88]) == "save"  # that no later checkpoint is rewound to
     run.read(0, saved=[])
     assert run.read(9, norms={135: np.nan}) == "stop" and "no checkpoint" in run.last.reason
-
-
-def test_non_finite_parameters_rewind_at_once_and_only_the_batches_up_to_them_are_left_out():
-    run, nan = Run(saved=[0]), np.full((3, 1), np.nan)
-    later = {step: nan for step in range(50, 70)}
-    assert run.read(70, bad=range(49, 70), kinds=("nan",), norms=later) == "rewind"
-    assert run.last.batch_ids == [49, 50]
-
-
-def test_non_finite_gradients_that_were_skipped_rewind_only_after_32_consecutive_steps():
-    nan = np.array([[np.nan], [np.nan], [1.0]])
-    for count, action in ((31, "continue"), (32, "rewind")):
-        run, outcome = Run(saved=[0]), {step: int(SKIPPED) for step in range(50, 50 + count)}
-        columns = {"norms": dict.fromkeys(outcome, nan), "outcome": outcome}
-        assert run.read(90, bad=outcome, kinds=("nan", "skipped"), **columns) == action
-        assert run.last.batch_ids == list(range(50, 82) if action == "rewind" else ())
-
-
-def test_a_failed_guard_stops_and_an_earlier_stretch_wins():
-    failed = {step: int(SKIPPED) for step in range(60, 64)}
-    failed |= {step: int(SKIPPED | Outcome.GUARD_FAILED) for step in range(64, 70)}
-    run = Run(saved=[0])
-    assert run.read(70, outcome=failed) == "stop" and "guard_failed" in run.last.reason
-    run = Run(saved=[0])
-    assert run.read(70, bad=[40, 41, 42], outcome=failed) == "rewind"
 
 
 def test_windows_that_never_close_stop():
