@@ -45,7 +45,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
         >>> import gradclip_jax as gcx
         >>> log = [{"loss": 2.0, "gradient_norm/wi": 1.0, "gradient_norm/wo": 2.0}] * 3
         >>> [axes.get_title(loc="left") for axes in gcx.diagnostics.plot_log(log).axes[:2]]
-        ['loss', 'norm of the gradient']
+        ['loss', 'gradient norm']
     """
     from matplotlib.figure import Figure
 
@@ -61,10 +61,11 @@ def plot_log(log: LogSource | Monitor) -> Any:
     axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (title, steps, values, labels) in zip(axes, panels, strict=True):
         axis.set_title(title, loc="left", fontsize=9)
-        axis.tick_params(labelsize=6)
         _draw(axis, steps, values, labels)
         for incident in incidents:
             axis.axvline(incident.step, color="tab:red", linewidth=0.8, alpha=0.7)
+    for axis in figure.axes:
+        axis.tick_params(labelsize=6, which="both")
     for i, incident in numbered:
         place = incident.step, 1.02
         axes[0].text(*place, i, transform=axes[0].get_xaxis_transform(), color="tab:red", size=7)
@@ -87,7 +88,7 @@ def _panels(
     for i, (kind, flag) in enumerate(zip(KINDS, MEASURED, strict=True)):
         shown = rows.take(rows.has(flag) & (rows.has(Outcome.HAS_UNITS) | (not labels)))
         values = shown.norms[:, i, columns] if labels else shown.norms[:, i, 0]
-        yield f"norm of the {kind}", shown.step, values, labels
+        yield f"{kind} norm", shown.step, values, labels
     rms = rows.taps[has_taps, :_MAX_ROWS, 0, 1]
     yield "RMS of activations", rows.step[has_taps], rms, names.taps[:_MAX_ROWS]
 

@@ -219,7 +219,7 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     bad = {"gradient_norm/w43": np.nan, "nonfinite_elements": 1, "nonfinite_elements/w43": 1}
     monitor = read_log([line, line | bad | {"gradient_norm": np.nan}])
     figure = gcx.diagnostics.plot_log(monitor)
-    assert titles(figure) == ["loss", *(f"norm of the {x}" for x in KINDS)]
+    assert titles(figure) == ["loss", *(f"{x} norm" for x in KINDS)]
     heat_map = figure.axes[1]
     labels = [x.get_text() for x in heat_map.get_yticklabels()]
     assert labels[:2] == ["w43", "w0"] and heat_map.get_ylim() == (39.5, -0.5)
@@ -229,7 +229,7 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     assert figure.get_supxlabel() == "" and figure.axes[1].get_xlim() == (0, 1)
     figure.savefig(tmp_path / "run.png")
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
-    assert titles(figure) == ["loss", "norm of the gradient"]
+    assert titles(figure) == ["loss", "gradient norm"]
 
 
 @pytest.mark.parametrize(
