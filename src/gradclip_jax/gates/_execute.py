@@ -272,9 +272,8 @@ def _optimize(call: Call) -> _Result:
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
         target, state = carry
         updates, after = _update(call, grads, state, target)
-        if target is None:
-            return updates, (None, after)
-        return updates if checking else None, (_apply_updates(target, updates), after)
+        new = None if target is None else _apply_updates(target, updates)
+        return updates if checking or target is None else None, (new, after)
 
     carry, rejected_by = (call.target, before), jnp.int32(_NOBODY)
     if checking:

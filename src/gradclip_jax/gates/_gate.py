@@ -34,7 +34,7 @@ class Guard(NamedTuple):
         check: Function `(call, norm) -> (accepted, observed)`. The gradient in the `Call` has zeros
             outside the mask, `norm` is its norm, and `observed` is a pytree for `advance`.
         advance: Function `(state, observed, skipped) -> state`, where `skipped` is whether the
-            guard counts a skip. It is used if the guard counts a skip, or if all checks passed.
+            guard counts a skip. It is used if the guard counts a skip, or if all guards accept.
         fields: Function from the parameters to the fields of the initial state that are not 0.
         unscale: Function `(grads, state) -> grads` that is applied to gradients before the check.
         checks_window: Whether `check` is called again with the accumulated gradient of a window of
@@ -137,7 +137,7 @@ class Call(NamedTuple):
         extra_args: Extra arguments of `update`.
         is_weighted: Whether the weight of the micro-batch is not 0.
         accepted: Whether all guards around the gate accepted the gradient.
-        outer: The index and the state of each guard around the gate.
+        outer: `(index, guard, state)` of each guard around the gate.
     """
 
     innermost: optax.GradientTransformationExtraArgs
