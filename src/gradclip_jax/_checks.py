@@ -136,7 +136,7 @@ def check_static(argument: str, value: object) -> None:
     """Raise if a static argument is a JAX array or a tracer."""
     if is_traced(value) or isinstance(value, jax.Array):
         rule = "a static Python value"
-        hint = f"Under `optax.inject_hyperparams` pass `static_args=({argument!r},)`."
+        hint = f"With `jit` or `inject_hyperparams`, add {argument!r} to the static arguments."
         raise type_error(argument, rule, describe(value), hint)
 
 

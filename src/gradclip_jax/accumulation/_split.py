@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, check_number, describe, is_traced, leaf_path, shortened
+from .._checks import check_count, check_length, describe, is_traced, leaf_path, shortened
 from .._errors import type_error, value_error
 from .._types import Array, Count, Number, Tree
 
@@ -87,15 +87,6 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     return next(iter(sizes))[0]
 
 
-def positions(argument: str, argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Return argument positions as a tuple, or raise if they are not integers."""
-    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    if not all(hasattr(i, "__index__") and not isinstance(i, bool) for i in given):
-        rule, hint = "an integer or a sequence of integers", "Pass positions as for `jax.grad`."
-        raise type_error(argument, rule, shortened(argnums), hint)
-    return tuple(map(int, given))
-
-
 def bind_split(
     args: Sequence[Tree],
     parts: Count,
@@ -105,8 +96,8 @@ def bind_split(
     real: Number | None = None,
 ) -> Split:
     """Return how the arguments of a call are split, or raise if this is impossible."""
-    batches = positions("batch_argnums", batch_argnums)
-    keys, chosen = positions("rng_argnums", rng_argnums), positions("argnums", argnums)
+    positions = batch_argnums, rng_argnums, argnums
+    batches, keys, chosen = (x if isinstance(x, Sequence) else (x,) for x in positions)
     given = (*batches, *keys, *chosen)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
@@ -150,19 +141,11 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
 
 
 def check_parts(parts: Count, real: Number | None) -> None:
-    """Raise unless the number of micro-batches is static, and that of real ones at most as large.
-
-    The number of real micro-batches may be traced.
-    """
-    if is_traced(parts):
-        hint = "Mark it as static under jit, or vary `num_real_microbatches`, which may be traced."
-        raise type_error("num_microbatches", "a static integer", "a tracer", hint)
-    check_count("num_microbatches", parts, "Pass 1 to use the whole batch at once.")
-    if real is None:
-        return
-    name, hint = "num_real_microbatches", "Pass None to run all micro-batches."
-    check_count(name, real, hint, low=0)
-    check_number(name, real, hint, f"[0, {parts}]")
+    """Check the numbers of micro-batches and of real micro-batches, which may be traced."""
+    check_length("num_microbatches", parts, "Pass 1 to use the whole batch at once.")
+    if real is not None:
+        hint = "Pass None to run all micro-batches."
+        check_count("num_real_microbatches", real, hint, low=0, high=int(parts))
 
 
 def in_order(rows: Array, per_example: int = 1) -> Array:
