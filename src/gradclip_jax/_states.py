@@ -20,7 +20,8 @@ class StateKind(NamedTuple):
 
     Attributes:
         metrics: Names of the fields or properties that `metrics` returns.
-        inner: Name of the field with the state of the inner transformation; "" without one.
+        inner: Name of the field with the state of the inner transformation of a guard or an
+            accumulation; "" for other states.
         role: What the transformation is.
     """
 
@@ -31,10 +32,6 @@ class StateKind(NamedTuple):
     @property
     def is_guard(self) -> bool:
         return self.role in ("guard", "loss scale")
-
-    @property
-    def is_gate(self) -> bool:
-        return self.is_guard or self.role == "accumulation"
 
 
 KINDS: Final[dict[type, StateKind]] = {}
@@ -156,7 +153,7 @@ def has_stepped(state: Tree) -> Array:
 
     def is_gate(node: object) -> bool:
         others = optax.MultiStepsState, optax.ApplyIfFiniteState
-        return kind_of(node).is_gate or isinstance(node, others)
+        return bool(kind_of(node).inner) or isinstance(node, others)
 
     nodes = jax.tree.leaves(state, is_leaf=is_gate)
     flags = [_gate_has_stepped(node) for node in nodes if is_gate(node)]
@@ -171,11 +168,10 @@ def _gate_has_stepped(node: Tree) -> Array:
     if isinstance(node, optax.ApplyIfFiniteState):
         return node.last_finite & has_stepped(node.inner_state)
     stepped = jnp.array(True)
-    while kind_of(node).is_gate:
+    while (kind := kind_of(node)).inner:
         # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
-        is_guard = kind_of(node).is_guard
-        stepped = stepped & (node.consecutive_skips == 0) if is_guard else node.emitted > 0
-        node = getattr(node, kind_of(node).inner)
+        stepped = stepped & (node.consecutive_skips == 0) if kind.is_guard else node.emitted > 0
+        node = getattr(node, kind.inner)
     return stepped & has_stepped(node)
 
 
