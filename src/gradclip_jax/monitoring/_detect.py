@@ -1,28 +1,63 @@
 """Detect training faults in rows, with NumPy on the host, and describe them as incidents."""
 
 import math
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .._types import HostArray
-from ._incident import FATES, STREAK, Incident
-from ._incident import KINDS as INCIDENT_KINDS
-from ._outliers import EARLY, LONG, Drifts, Levels, Zeros
-from ._rows import MEASURED, Names, Outcome, Rows
-
-EARLY_RISE, NUM_ABOVE = 3.0, 3
-"""Consecutive early rows whose loss exceeds 3 times the first one are an incident."""
-
-ROUNDED = 0.02
-"""Losses whose threshold is below this are rounded to 0 in many logs."""
+from ._outliers import LOG_LOSS, LONG, PARAMETER, UPDATE, Levels
+from ._rows import Names, Outcome, Rows
 
 NUM_ROUTINE = 4
 """Infinite norms in LONG rows up to which they are routine overflows of a loss scale."""
 
-UPDATE, PARAMETER, LOG_LOSS, LOSS = -4, -3, -2, -1
-"""The last columns that are compared. The first are the gradient norms of the tree and of units,
-then the RMS of each tap's activation and cotangent."""
+LEAST_ZEROS = 16
+"""Consecutive zeros of a unit or of the loss that are reported."""
+
+STREAK = 8
+"""Maximum number of rows between two incidents of one streak."""
+
+_SIDES = "activation", "cotangent"
+_FATES = "skipped", "held", "unchanged", "clipped"
+_UNKNOWN = np.zeros(0)
+
+Faults: TypeAlias = dict[str, tuple[str, HostArray]]
+"""The description of each kind of fault, and how strong its evidence is in each unit."""
+
+
+class Incident(NamedTuple):
+    """A training step in which a `Monitor` detected a fault; `str` returns it as a sentence.
+
+    Attributes:
+        step: Index of the call of `watch`, starting at 0.
+        kinds: Kinds of the fault, from the strongest evidence to the weakest; docs/watching.md
+            lists them.
+        sentence: What happened in the step.
+        leaf: Name of the leaf or layer with the strongest evidence; "" if it is unknown.
+        batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
+        streak: Number of incidents with a common kind that follow each other within 8 rows,
+            including this one.
+    """
+
+    step: int
+    kinds: tuple[str, ...]
+    sentence: str = ""
+    leaf: str = ""
+    batch_id: int | None = None
+    streak: int = 1
+
+    def __str__(self) -> str:
+        """Return the incident as a sentence."""
+        return self.sentence
+
+
+def from_lines(lines: Iterable[Mapping[str, Any]]) -> list[Incident]:
+    """Return the incidents in a log, whose lines have the fields of `Incident`."""
+    found = [Incident(*(line[x] for x in Incident._fields)) for line in lines if "sentence" in line]
+    return [x._replace(kinds=tuple(x.kinds)) for x in found]
 
 
 class Detector:
@@ -34,157 +69,133 @@ class Detector:
 
     def __init__(self, names: Names):
         self.names, self.size = names, 1 + len(names.units)
-        kinds = ["gradient"] + ["unit"] * len(names.units) + ["tap"] * 2 * len(names.taps)
-        self.levels = Levels([*kinds, "update", "parameter", "loss", "loss"])
-        self.drifts, self.zeros = Drifts(self.size), Zeros(self.size + 1)
-        self.infinite_rows: list[int] = []
-        self.last: Incident | None = None
-        self.first_loss, self.num_above = math.nan, 0
-        self.has_noted, self.last_row, self.count = False, 0, 0
+        self.levels = Levels(len(names.units), 2 * len(names.taps))
+        self.num_zeros, self.most_zeros = np.zeros((2, self.size + 1), int)
+        self.least_zeros = np.append(1, np.full(self.size, LEAST_ZEROS))
+        self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
+        self.count = self.last_row = self.first_step = 0
+        self.last = Incident(-1, ())
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
-        if not len(rows.step):
-            return []
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
-        loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)[:, None]
-        values = _compared_values(rows, gradient, loss)
-        rises, thresholds = self.levels.compare(values)
-        drifts = self.drifts.compare(values[:, : self.size])
-        zeros = self.zeros.compare(np.hstack([gradient, loss]))
+        loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
+        rms = rows.taps[..., 1].reshape(len(loss), 2 * len(self.names.taps))
+        norms = np.column_stack([gradient, rms, rows.norms[:, 1:, 0], loss])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.column_stack([np.log(norms), loss])
+        values[~np.isfinite(values)] = np.nan
+        zeros = map(self._zeros, np.column_stack([gradient, loss]))
         found: list[Incident] = []
-        for t, evidence in enumerate(zip(rises, thresholds, drifts, zeros, strict=True)):
-            found += self._incident(rows.take(t), *evidence)
+        for t, evidence in enumerate(zip(*self.levels.compare(values), zeros, strict=True)):
+            row = rows.take(t)
+            if faults := self._faults(row, *evidence):
+                found += self._incident(row, faults)
             self.count += 1
         return found
 
-    def _is_early_rise(self, loss: float) -> bool:
-        """Return whether several early losses in a row are far above the first loss."""
-        if math.isnan(self.first_loss) or loss <= 0:
-            self.first_loss = loss if loss > 0 else math.inf
-        self.num_above = self.num_above + 1 if loss > EARLY_RISE * self.first_loss else 0
-        return self.count < EARLY and self.num_above == NUM_ABOVE
+    def _zeros(self, values: HostArray) -> HostArray:
+        """Return which values have become exactly zero: the gradient norms and the loss.
 
-    def _incident(
-        self, row: Rows, rise: HostArray, threshold: HostArray, drift: HostArray, zeros: HostArray
-    ) -> list[Incident]:
-        """Return the incident in one row, if there is one."""
-        flags, units = Outcome(int(row.outcome)), rise[1 : self.size]
-        measured = zip(row.norms[:, 0].tolist(), MEASURED, strict=True)
-        norm, update, parameter = (x if flag in flags else None for x, flag in measured)
-        loss_threshold = min(threshold[LOG_LOSS:])
-        is_large_norm = Outcome.SKIPPED_LARGE_NORM in flags
-        is_large_loss = Outcome.SKIPPED_LARGE_LOSS in flags
-        incident = Incident(
-            step=int(row.step),
-            kinds=(),
-            norm=norm,
-            norm_threshold=float(row.limits[0] if is_large_norm else threshold[0]),
-            loss=float(row.loss) if Outcome.HAS_LOSS in flags else None,
-            loss_threshold=float(row.limits[1] if is_large_loss else loss_threshold),
-            update_norm=update,
-            update_threshold=float(threshold[UPDATE]),
-            parameter_norm=parameter,
-            bad_elements=int(row.nonfinite[0]),
-            leaf_rise=float(units.max(initial=0) or drift.max()),
-            batch_id=int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None,
-            device=int(row.device) if Outcome.REPLICA_DIFFERS in flags else -1,
+        A streak of zeros is reported once, if it has LEAST_ZEROS rows and twice as many as all
+        earlier ones. The first zero of the whole gradient is reported at once.
+        """
+        is_zero, is_over = values == 0, abs(values) > 0
+        self.most_zeros[is_over] = np.maximum(self.most_zeros, self.num_zeros)[is_over]
+        self.num_zeros = np.where(is_over, 0, self.num_zeros + is_zero)
+        return is_zero & (self.num_zeros == np.maximum(2 * self.most_zeros, self.least_zeros))
+
+    def _faults(
+        self, row: Rows, rise: HostArray, drift: HostArray, threshold: HostArray, zero: HostArray
+    ) -> Faults:
+        """Return the faults in one row, from the strongest evidence for a unit to the weakest."""
+        flags, loss = int(row.outcome), float(row.loss)
+        (norm, update, parameter), norms, found = (
+            row.norms[:, 0].tolist(),
+            row.norms[:, 1:],
+            Faults(),
         )
-        kinds = self._causes(incident, flags, rise, drift, zeros)
-        if not kinds:
-            return []
-        last, first_step, streak = self.last, incident.step, 1
-        if last and self.count - self.last_row <= STREAK and not kinds.isdisjoint(last.kinds):
-            first_step, streak = last.first_step, last.streak + 1
-        kinds |= {fate for fate in FATES if Outcome[fate.upper()] in flags}
+        units, taps, bad = rise[1 : self.size], rise[self.size : UPDATE], row.nonfinite[1:]
+        parts = bad if bad.any() else ~np.isfinite(norms[0])
+        parts = parts if parts.any() else np.square(norms[0])
+        share = f", {100 * parts.max() / parts.sum():.0f} %" if parts.any() else ""
+        if rise[PARAMETER] or not math.isfinite(parameter):
+            found["parameter"] = (
+                _compared("parameter norm", parameter, threshold[PARAMETER]),
+                norms[2],
+            )
+        if not math.isfinite(norm):
+            count = row.nonfinite[0]
+            elements = f", {count:.0f} non-finite elements" if count else ""
+            kind = "nan" if math.isnan(norm) else "infinity"
+            found[kind] = f"gradient norm {norm}{elements}{share}", parts
+        elif units.any():
+            found["leaf"] = f"relative gradient norm rose {_ratio(units)} times", units
+        if zero[:-1].any():
+            found["zero"] = "the gradient has become zero", zero[1:-1]
+        if drift.any():
+            found["drift"] = f"gradient norm slowly rose {_ratio(drift)} times", drift[1:]
+        is_skipped = flags & Outcome.SKIPPED_LARGE_NORM
+        if rise[0] or is_skipped:
+            limit = row.limits[0] if is_skipped else threshold[0]
+            found["norm"] = _compared("gradient norm", norm, limit) + share, parts
+        is_skipped = flags & Outcome.SKIPPED_LARGE_LOSS
+        if rise[LOG_LOSS:].any() or zero[-1] or is_skipped or not math.isfinite(loss):
+            limit = row.limits[1] if is_skipped else np.fmin(*threshold[LOG_LOSS:])
+            found["loss"] = _compared("loss", loss, limit), _UNKNOWN
+        if taps.any():
+            tap, side = divmod(int(np.argmax(taps)), 2)
+            name = f"{_SIDES[side]} of {self.names.taps[tap]}"
+            found["tap"] = f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
+        if flags & Outcome.REPLICA_DIFFERS:
+            text = f"the parameters on device {row.device} differ from those on the others"
+            found["replica"] = text, _UNKNOWN
+        if flags & Outcome.EMPTY_WINDOW:
+            found["window"] = "the weight of the accumulated window is zero", _UNKNOWN
+        is_large = rise[UPDATE] or not math.isfinite(update) or flags & Outcome.SKIPPED
+        if is_large and not found:  # a large gradient or parameter explains a large update
+            found["update"] = _compared("update norm", update, threshold[UPDATE]), norms[1]
+        return found
+
+    def _incident(self, row: Rows, faults: Faults) -> list[Incident]:
+        """Return the incident in one row, unless it is a routine overflow."""
+        if list(faults) == ["infinity"] and not row.outcome & Outcome.APPLIED:
+            self.overflows.append(self.count)
+            if len(self.overflows) == 1:
+                faults["note"] = "others as rare as this one are not reported", _UNKNOWN
+            elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= self.count - LONG:
+                return []
+        step, flags, leaf = int(row.step), Outcome(int(row.outcome)), ""
+        batch_id = int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None
+        batch = "" if batch_id is None else f", batch {batch_id}"
+        fates = " and ".join(x for x in _FATES if Outcome[x.upper()] in flags) or "applied"
+        parts = [f"step {step}{batch}: {fates}"]
+        for text, evidence in faults.values():
+            unit = self.names.units[np.argmax(evidence)] if evidence.any() else ""
+            parts.append(f"{text} in {unit}" if unit else text)
+            leaf = leaf or unit
+        activations, cotangents = (np.flatnonzero(x) for x in row.taps[..., -1].T)
+        if activations.size:
+            parts.append(f"first non-finite activation: {self.names.taps[activations[0]]}")
+        elif cotangents.size:
+            parts.append(f"first non-finite cotangent: {self.names.taps[cotangents[-1]]}")
+        is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last.kinds)
+        streak = 1 if is_first else self.last.streak + 1
+        if is_first:
+            self.first_step = step
+        else:
+            parts.append(f"{streak} times since step {self.first_step}")
         self.last_row = self.count
-        self.last = incident._replace(
-            kinds=tuple(kind for kind in INCIDENT_KINDS if kind in kinds),
-            first_step=first_step,
-            streak=streak,
-            **self._place(row, kinds, (units, zeros[1:-1], drift[1:])),
-            **self._taps(row.taps, rise[self.size : UPDATE]),
-        )
+        self.last = Incident(step, tuple(faults), "; ".join(parts), leaf, batch_id, streak)
         return [self.last]
 
-    def _causes(
-        self, x: Incident, flags: Outcome, rise: HostArray, drift: HostArray, zeros: HostArray
-    ) -> set[str]:
-        """Return the kinds of faults in one row."""
-        is_zero_loss = zeros[-1] and x.loss_threshold > ROUNDED
-        is_early_rise = self._is_early_rise(math.nan if x.loss is None else x.loss)
-        found = {
-            "nan": math.isnan(x.norm or 0),
-            "infinity": x.norm == math.inf,
-            "norm": rise[0] > 0 or Outcome.SKIPPED_LARGE_NORM in flags,
-            "loss": rise[LOG_LOSS:].any() or is_early_rise or is_zero_loss,
-            "leaf": rise[1 : self.size].any() and math.isfinite(x.norm or 0),
-            "parameter": rise[PARAMETER] > 0 or not math.isfinite(x.parameter_norm or 0),
-            "zero": zeros[:-1].any(),
-            "drift": drift.any(),
-            "tap": rise[self.size : UPDATE].any(),
-            "replica": Outcome.REPLICA_DIFFERS in flags,
-            "window": Outcome.EMPTY_WINDOW in flags,
-        }
-        found["loss"] |= not math.isfinite(x.loss or 0) or Outcome.SKIPPED_LARGE_LOSS in flags
-        # A large update is no incident of its own if a large gradient or parameter explains it.
-        is_large = rise[UPDATE] > 0 or not math.isfinite(x.update_norm or 0)
-        found["update"] = (is_large or Outcome.SKIPPED in flags) and not any(found.values())
-        kinds = {kind for kind, is_found in found.items() if is_found}
-        if kinds == {"infinity"} and Outcome.APPLIED not in flags:
-            recent = [i for i in self.infinite_rows if i > self.count - LONG]
-            self.infinite_rows = [*recent, self.count]
-            if len(recent) < NUM_ROUTINE:
-                kinds = set() if self.has_noted else {"infinity", "note"}
-                self.has_noted = True
-        return kinds
 
-    def _place(self, row: Rows, kinds: set[str], evidence: tuple[HostArray, ...]) -> dict[str, Any]:
-        """Return the unit with the strongest evidence, and the unit with the next largest share.
-
-        The evidence is, from strongest to weakest: large or non-finite parameters, non-finite
-        elements of the gradient, a rise of the gradient norm, a gradient that has become zero, a
-        drift, a large or non-finite update, and the share of the gradient.
-        """
-        if not self.names.units:
-            return {}
-        norms, bad = np.where(np.isnan(row.norms), np.inf, row.norms)[:, 1:], row.nonfinite[1:]
-        is_infinite = np.isinf(norms[0])
-        weights = is_infinite if is_infinite.any() else np.square(norms[0])
-        weights = bad if bad.any() else weights
-        shares = weights / (weights.sum() or 1)
-        ranks = [bad, *evidence, norms[1] if "update" in kinds else shares, shares]
-        if "parameter" in kinds:
-            ranks = [norms[2]]
-        first = int(np.argmax(next((rank for rank in ranks if rank.any()), shares)))
-        others = np.where(np.arange(len(shares)) == first, 0, shares)
-        return {
-            "leaf": self.names.units[first],
-            "share": float(shares[first]),
-            "second_leaf": self.names.units[int(np.argmax(others))],
-            "second_share": float(np.max(others)),
-        }
-
-    def _taps(self, taps: HostArray, rises: HostArray) -> dict[str, Any]:
-        """Return the first taps with non-finite values, and the tap whose RMS has risen most."""
-        fields: dict[str, Any] = {}
-        for side, name, order in (0, "activation", 1), (1, "cotangent", -1):
-            is_bad = np.flatnonzero(taps[:, side, -1] > 0)[::order]
-            if is_bad.size:
-                fields[name] = self.names.taps[is_bad[0]]
-            if rises.any() and np.argmax(rises) % 2 == side:
-                tap = self.names.taps[np.argmax(rises) // 2]
-                fields |= {"tap": f"{name} of {tap}", "tap_rise": float(np.max(rises))}
-        return fields
+def _compared(name: str, value: float, threshold: float) -> str:
+    """Describe a value, with the threshold if the value exceeds it."""
+    return f"{name} {value:.2g}" + (f" (threshold {threshold:.2g})" if value > threshold else "")
 
 
-def _compared_values(rows: Rows, gradient: HostArray, loss: HostArray) -> HostArray:
-    """Return the columns of `Levels`; NaN if a value is unknown, zero or not finite."""
-    rms = np.where(rows.has(Outcome.HAS_TAPS)[:, None, None], rows.taps[..., 1], np.nan)
-    is_known = np.stack([rows.has(flag) for flag in MEASURED[1:]], 1)
-    others = np.where(is_known, rows.norms[:, 1:, 0], np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(np.hstack([gradient, rms.reshape(len(loss), -1), others, loss]))
-    values = np.hstack([logs, loss])
-    return np.where(np.isfinite(values), values, np.nan)
+def _ratio(rises: HostArray) -> str:
+    """Format the ratio of the largest rise, which is a logarithm."""
+    return f"{math.exp(np.max(rises)):.2g}"

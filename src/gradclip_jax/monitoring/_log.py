@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import math
 import os
 import pathlib
 import re
@@ -85,6 +86,13 @@ def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, 
         | {"outcome": " ".join(word for word, flag in WORDS.items() if flag & bits)}
         for i, bits in enumerate(outcome)
     ]
+
+
+def to_json(line: Line) -> dict[str, Any]:
+    """Shorten floats to the digits of a float32; name non-finite ones, which JSON does not have."""
+    floats = {key: x for key, x in line.items() if isinstance(x, float)}
+    texts = {key: str(x) for key, x in floats.items() if not math.isfinite(x)}
+    return {**line, **{key: float(f"{x:.9g}") for key, x in floats.items()}, **texts}
 
 
 def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:

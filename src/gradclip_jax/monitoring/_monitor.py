@@ -17,9 +17,8 @@ from .._mask import Mask
 from .._states import plain_arrays
 from .._types import HostArray, Tree
 from ..clipping._granularity import Granularity, as_granularity
-from ._detect import Detector
-from ._incident import Incident, from_lines, to_json
-from ._log import PATTERN, WORDS, LogSource, read_lines, to_lines, to_rows
+from ._detect import Detector, Incident, from_lines
+from ._log import PATTERN, WORDS, LogSource, read_lines, to_json, to_lines, to_rows
 from ._policy import Policy
 from ._rows import Names, Outcome, Row, Rows, read_stack
 from ._watch import find_watch, names_of, rows_of
@@ -168,7 +167,7 @@ class Monitor:
         near = [x.step + i for x in incidents for i in range(-_AROUND, _AROUND + 1)]
         with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
         lines += to_lines(rows, self.names, with_units)
-        lines += [x.to_dict() for x in incidents]
+        lines += [x._asdict() for x in incidents]
         if self._policy.last is not last:
             lines.append(decision._asdict())
         self._write(lines)

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from .._types import HostArray
-from ._incident import Incident
+from ._detect import Incident
 from ._rows import Outcome, Rows
 
 QUIET = 32

@@ -15,7 +15,7 @@ from flax import nnx, serialization
 
 import gradclip_jax as gcx
 from gradclip_jax.diagnostics import Incident, read_log
-from gradclip_jax.monitoring._incident import from_lines
+from gradclip_jax.monitoring._detect import from_lines
 from gradclip_jax.monitoring._rows import KINDS, Rows
 
 PARAMS = {"a": np.ones(2, "f"), "b": np.ones(3, "f")}
