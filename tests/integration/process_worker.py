@@ -169,7 +169,7 @@ def decision():
     rows, is_first = Rows.zeros(100, Names()), jax.process_index() == 0
     rows.step[:] = rows.batch_id[:] = np.arange(100)
     rows.outcome[:] = int(Outcome.APPLIED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID)
-    bad = [Incident(step, ("loss",), 1.0) for step in (50, 51, 52)]
+    bad = [Incident(step, ("loss",)) for step in (50, 51, 52)]
     return Policy().update(rows, bad if is_first else [], saved=[0] if is_first else [])
 
 

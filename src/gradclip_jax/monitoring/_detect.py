@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .._types import HostArray
-from ._outliers import LOG_LOSS, LONG, PARAMETER, UPDATE, Levels
+from ._outliers import LOG_LOSS, LONG, LOSS, PARAMETER, UPDATE, Levels
 from ._rows import Names, Outcome, Rows
 
 NUM_ROUTINE = 4
@@ -20,7 +20,6 @@ LEAST_ZEROS = 16
 STREAK = 8
 """Maximum number of rows between two incidents of one streak."""
 
-_SIDES = "activation", "cotangent"
 _FATES = "skipped", "held", "unchanged", "clipped"
 _UNKNOWN = np.zeros(0)
 
@@ -37,6 +36,7 @@ class Incident(NamedTuple):
             lists them.
         sentence: What happened in the step.
         leaf: Name of the leaf or layer with the strongest evidence; "" if it is unknown.
+        loss_threshold: Loss from which on it is an outlier; inf if there is no threshold yet.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
         streak: Number of incidents with a common kind that follow each other within 8 rows,
             including this one.
@@ -46,6 +46,7 @@ class Incident(NamedTuple):
     kinds: tuple[str, ...]
     sentence: str = ""
     leaf: str = ""
+    loss_threshold: float = math.inf
     batch_id: int | None = None
     streak: int = 1
 
@@ -56,8 +57,8 @@ class Incident(NamedTuple):
 
 def from_lines(lines: Iterable[Mapping[str, Any]]) -> list[Incident]:
     """Return the incidents in a log, whose lines have the fields of `Incident`."""
-    found = [Incident(*(line[x] for x in Incident._fields)) for line in lines if "sentence" in line]
-    return [x._replace(kinds=tuple(x.kinds)) for x in found]
+    found = (Incident(*(x[key] for key in Incident._fields)) for x in lines if "sentence" in x)
+    return [x._replace(kinds=tuple(x.kinds), loss_threshold=float(x.loss_threshold)) for x in found]
 
 
 class Detector:
@@ -69,7 +70,9 @@ class Detector:
 
     def __init__(self, names: Names):
         self.names, self.size = names, 1 + len(names.units)
-        self.levels = Levels(len(names.units), 2 * len(names.taps))
+        self.taps = [f"activation of {x}" for x in names.taps]
+        self.taps += [f"cotangent of {x}" for x in reversed(names.taps)]
+        self.levels = Levels(len(names.units), len(self.taps))
         self.num_zeros, self.most_zeros = np.zeros((2, self.size + 1), int)
         self.least_zeros = np.append(1, np.full(self.size, LEAST_ZEROS))
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
@@ -81,17 +84,23 @@ class Detector:
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
-        rms = rows.taps[..., 1].reshape(len(loss), 2 * len(self.names.taps))
-        norms = np.column_stack([gradient, rms, rows.norms[:, 1:, 0], loss])
+        taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])
+        norms = np.column_stack([gradient, taps[..., 1], rows.norms[:, 1:, 0], loss])
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.column_stack([np.log(norms), loss])
         values[~np.isfinite(values)] = np.nan
+        rises, drifts, thresholds = self.levels.compare(values)
+        thresholds[:, LOSS] = np.fmin(thresholds[:, LOG_LOSS], thresholds[:, LOSS])
+        skips = Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
+        for column, flag, limits in zip((0, LOSS), skips, rows.limits.T, strict=True):
+            rises[:, column] += rows.has(flag)
+            np.copyto(thresholds[:, column], limits, where=rows.has(flag))
         zeros = map(self._zeros, np.column_stack([gradient, loss]))
         found: list[Incident] = []
-        for t, evidence in enumerate(zip(*self.levels.compare(values), zeros, strict=True)):
-            row = rows.take(t)
+        for t, evidence in enumerate(zip(rises, drifts, thresholds, zeros, strict=True)):
+            row = rows.take(t)._replace(taps=taps[t])
             if faults := self._faults(row, *evidence):
-                found += self._incident(row, faults)
+                found += self._incident(row, faults, float(thresholds[t, LOSS]))
             self.count += 1
         return found
 
@@ -126,8 +135,8 @@ class Detector:
                 norms[2],
             )
         if not math.isfinite(norm):
-            count = row.nonfinite[0]
-            elements = f", {count:.0f} non-finite elements" if count else ""
+            count = int(row.nonfinite[0])
+            elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
             kind = "nan" if math.isnan(norm) else "infinity"
             found[kind] = f"gradient norm {norm}{elements}{share}", parts
         elif units.any():
@@ -136,17 +145,12 @@ class Detector:
             found["zero"] = "the gradient has become zero", zero[1:-1]
         if drift.any():
             found["drift"] = f"gradient norm slowly rose {_ratio(drift)} times", drift[1:]
-        is_skipped = flags & Outcome.SKIPPED_LARGE_NORM
-        if rise[0] or is_skipped:
-            limit = row.limits[0] if is_skipped else threshold[0]
-            found["norm"] = _compared("gradient norm", norm, limit) + share, parts
-        is_skipped = flags & Outcome.SKIPPED_LARGE_LOSS
-        if rise[LOG_LOSS:].any() or zero[-1] or is_skipped or not math.isfinite(loss):
-            limit = row.limits[1] if is_skipped else np.fmin(*threshold[LOG_LOSS:])
-            found["loss"] = _compared("loss", loss, limit), _UNKNOWN
+        if rise[0]:
+            found["norm"] = _compared("gradient norm", norm, threshold[0]) + share, parts
+        if rise[LOG_LOSS:].any() or zero[-1] or not math.isfinite(loss):
+            found["loss"] = _compared("loss", loss, threshold[LOSS]), _UNKNOWN
         if taps.any():
-            tap, side = divmod(int(np.argmax(taps)), 2)
-            name = f"{_SIDES[side]} of {self.names.taps[tap]}"
+            name = self.taps[int(np.argmax(taps))]
             found["tap"] = f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
         if flags & Outcome.REPLICA_DIFFERS:
             text = f"the parameters on device {row.device} differ from those on the others"
@@ -158,7 +162,7 @@ class Detector:
             found["update"] = _compared("update norm", update, threshold[UPDATE]), norms[1]
         return found
 
-    def _incident(self, row: Rows, faults: Faults) -> list[Incident]:
+    def _incident(self, row: Rows, faults: Faults, loss_threshold: float) -> list[Incident]:
         """Return the incident in one row, unless it is a routine overflow."""
         if list(faults) == ["infinity"] and not row.outcome & Outcome.APPLIED:
             self.overflows.append(self.count)
@@ -170,16 +174,13 @@ class Detector:
         batch_id = int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None
         batch = "" if batch_id is None else f", batch {batch_id}"
         fates = " and ".join(x for x in _FATES if Outcome[x.upper()] in flags) or "applied"
-        parts = [f"step {step}{batch}: {fates}"]
+        parts = list[str]()
         for text, evidence in faults.values():
             unit = self.names.units[np.argmax(evidence)] if evidence.any() else ""
             parts.append(f"{text} in {unit}" if unit else text)
             leaf = leaf or unit
-        activations, cotangents = (np.flatnonzero(x) for x in row.taps[..., -1].T)
-        if activations.size:
-            parts.append(f"first non-finite activation: {self.names.taps[activations[0]]}")
-        elif cotangents.size:
-            parts.append(f"first non-finite cotangent: {self.names.taps[cotangents[-1]]}")
+        if row.taps[:, -1].any():
+            parts.append(f"first non-finite {self.taps[np.flatnonzero(row.taps[:, -1])[0]]}")
         is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last.kinds)
         streak = 1 if is_first else self.last.streak + 1
         if is_first:
@@ -187,7 +188,8 @@ class Detector:
         else:
             parts.append(f"{streak} times since step {self.first_step}")
         self.last_row = self.count
-        self.last = Incident(step, tuple(faults), "; ".join(parts), leaf, batch_id, streak)
+        sentence = f"step {step}{batch}: {fates}, {'; '.join(parts)}"
+        self.last = Incident(step, tuple(faults), sentence, leaf, loss_threshold, batch_id, streak)
         return [self.last]
 
 

@@ -100,7 +100,7 @@ class Monitor:
         ...     _, state = jax.jit(tx.update)(grads, state, params)
         >>> report = monitor.read(state)
         >>> print(*report.incidents)
-        step 1: skipped, gradient norm 50 (threshold 4); 100 % of it in wi
+        step 1: skipped, gradient norm 50 (threshold 4), 100 % in wi
         >>> report.action, len(report.rows.step)
         ('continue', 2)
     """
@@ -273,7 +273,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         >>> grads = {"w": jnp.array([1.0, jnp.nan])}
         >>> _, state = jax.jit(tx.update)(grads, tx.init(params), params)
         >>> print(*gcx.incidents(state, params))
-        step 0: skipped, gradient norm NaN; 1 non-finite element in w
+        step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
     return Monitor(params, **options).read(state).incidents
 

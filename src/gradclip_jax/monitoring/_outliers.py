@@ -128,7 +128,7 @@ class Levels:
         is_outlier = (rise > self.bound) & (change > self.floor)
         if 2 < self.count < EARLY:
             loss, limit = self.values[:, LOG_LOSS], self.values[1, LOG_LOSS] + EARLY_RISE
-            is_rise = loss[-3] <= limit < min(*loss[-2:], values[0, LOG_LOSS])
+            is_rise = loss[-3] <= limit < np.min([*loss[-2:], values[0, LOG_LOSS]])
             is_outlier[0, LOG_LOSS] |= is_rise
         index = self.count + np.arange(len(values))[:, None]
         last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
@@ -162,8 +162,9 @@ class Levels:
         # Compare the loss, or its logarithm.
         bound[LOSS if count[LOG_LOSS] == count[LOSS] else LOG_LOSS] = np.inf
         self.bound, self.floor[LOSS] = bound, 0.1 * abs(self.level[LOSS])
-        self.threshold = self.level + np.fmax(self.usual + bound, self.floor)
-        self.threshold[:LOSS] = np.exp(self.threshold[:LOSS])
+        threshold = self.level + np.fmax(self.usual + bound, self.floor)
+        threshold[:LOSS] = np.exp(threshold[:LOSS])
+        self.threshold = np.fmin(threshold, np.inf)  # inf instead of NaN
 
     def _drifts(self) -> HostArray:
         """Return by how much the gradient norms have slowly risen; 0 without a drift."""

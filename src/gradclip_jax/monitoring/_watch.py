@@ -223,7 +223,7 @@ def watch(
         ...     grads = {"wi": jnp.array([0.0, 2.0]), "wo": jnp.array([bad])}
         ...     _, state = update(grads, state, params, value=3.2)
         >>> print(*monitor.read(state).incidents, sep="\n")
-        step 1: skipped, gradient norm NaN; 1 non-finite element in wo; loss 3.2
+        step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
     check_guard(inner, axis_name, mask)
     measures_step = bool(replica_axis) or not {*of} <= {"gradient"}

@@ -39,7 +39,7 @@ def test_a_text_log_gives_what_the_page_on_logging_shows(tmp_path, capsys, monke
     shown = PAGE.read_text("utf-8").partition("```text\nstep 201")[2].partition("```")[0]
     first_shown, last_shown = f"step 201{shown}".split("...\n")
     assert printed.startswith(first_shown) and printed.endswith(last_shown)
-    assert "gradient norm 40" in first_shown and "step 251: applied, gradient norm NaN" in printed
+    assert "gradient norm 40" in first_shown and "step 251: applied, gradient norm nan" in printed
     assert "suggested max_norm: 1" in printed
     assert (tmp_path / "train_incidents.png").stat().st_size > 1000
 

@@ -1,11 +1,14 @@
 """Detection of faults in rows, without a device."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._detect import Detector
+from gradclip_jax.diagnostics import Incident
+from gradclip_jax.monitoring._detect import Detector, from_lines
+from gradclip_jax.monitoring._log import to_json
 from gradclip_jax.monitoring._rows import MEASURED, Names, Outcome, Rows
 
 STEPS, UNITS, AT = 400, 5, 300
@@ -49,48 +52,40 @@ def lone_rows(loss, norm=None):
     return rows, Names()
 
 
-def found(rows, names, *, start=AT):
-    """The kinds and units of all incidents from a step on."""
-    return {
-        (incident.kinds, incident.leaf)
-        for incident in Detector(names).update(rows)
-        if incident.step >= start
-    }
-
-
 def steady(steps=STEPS, seed=0):
     rng = np.random.default_rng(seed)
     return 3 + 0.1 * rng.normal(size=steps), np.exp(0.2 * rng.normal(size=steps))
 
 
-FAULTS = {
-    "leaf": lambda rows: rows.norms[AT, 0].__setitem__(3, 10 * rows.norms[AT, 0, 3]),
-    "update": lambda rows: rows.norms[AT, 1].__imul__(100),
-    "parameter": lambda rows: rows.norms[AT, 2].__setitem__(3, 1e3),
-    "loss": lambda rows: rows.loss.__setitem__(AT, 15.0),
-    "norm": lambda rows: rows.norms[AT, 0].__imul__(20),
-}
+FAULTS = [
+    ("leaf", "norms", (AT, 0, 3), 10, "relative gradient norm rose"),
+    ("update", "norms", (AT, 1), 100, "update norm"),
+    ("parameter", "norms", (AT, 2, 3), 100, "parameter norm 1e+03 (threshold"),
+    ("loss", "loss", AT, 5, "loss 16 (threshold"),
+    ("norm", "norms", (AT, 0), 20, "gradient norm"),
+]
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_an_outlier_is_one_incident_with_its_kind(kind):
+@pytest.mark.parametrize(("kind", "column", "index", "factor", "sentence"), FAULTS)
+def test_an_outlier_is_one_incident_with_its_kind(kind, column, index, factor, sentence):
     rows, names = clean_rows()
-    assert not Detector(names).update(rows)
-    FAULTS[kind](rows)
+    getattr(rows, column)[index] *= factor
     add_up(rows)
-    ((incident),) = Detector(names).update(rows)
-    assert incident.step == AT and incident.batch_id == AT
-    assert kind in incident.kinds
+    (incident,) = Detector(names).update(rows)
+    assert (incident.step, incident.batch_id) == (AT, AT) and kind in incident.kinds
     assert kind not in ("leaf", "parameter") or incident.leaf == "unit_2"
+    assert str(incident).startswith(f"step 300, batch 300: applied, {sentence}")
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "nan"), (np.inf, "infinity")])
 def test_non_finite_elements_name_their_unit(value, kind):
-    rows, names = clean_rows()
-    rows.norms[AT, 0, [0, 2]], rows.nonfinite[AT, [0, 2]] = value, 3
+    rows, names = clean_rows(taps=2)
+    rows.norms[AT, 0, [0, 2]], rows.nonfinite[AT, [0, 2]], rows.taps[AT, :, 1, -1] = value, 3, 1
     (incident,) = Detector(names).update(rows)
-    assert incident.kinds == (kind,)
-    assert (incident.leaf, incident.bad_elements, incident.share) == ("unit_1", 3, 1.0)
+    assert (incident.kinds, incident.leaf) == ((kind,), "unit_1")
+    text = f"gradient norm {value}, 3 non-finite elements, 100 % in unit_1"
+    place = "first non-finite cotangent of tap_1"  # the first one in the backward pass
+    assert str(incident) == f"step 300, batch 300: applied, {text}; {place}"
 
 
 def test_a_unit_whose_gradient_becomes_zero_is_reported_once():
@@ -115,46 +110,50 @@ def test_a_slow_drift_is_reported_with_and_without_units(units):
 def test_a_growing_tap_is_named_before_the_first_non_finite_value():
     rows, names = clean_rows(taps=4, steps=AT + 31)
     rows.taps[AT:, 2, 0, 1] = np.geomspace(0.2, 200, 31)
-    rows.taps[-1, 2, 0, -1] = 0.5
     first = Detector(names).update(rows)[0]
-    assert first.kinds == ("tap",) and first.tap == "activation of tap_2"
+    assert first.kinds == ("tap",) and "RMS of the activation of tap_2 rose" in str(first)
     assert AT < first.step < AT + 25
 
 
-@pytest.mark.parametrize("value", [1e3, 1e20, np.nan])
-@pytest.mark.parametrize("at", [0, 3, 14])
-def test_early_outliers_leave_the_bounds_as_they_are(value, at):
-    loss, norm = steady()
-    usual = Detector(Names())
-    usual.update(lone_rows(loss[:AT], norm[:AT])[0])
-    loss[at], norm[at] = value, 1000 * norm[at]
-    spoilt = Detector(Names())
-    spoilt.update(lone_rows(loss[:AT], norm[:AT])[0])
-    last = lone_rows(np.array([1e9]), np.array([1e9]))[0]
-    bounds = [detector.update(last)[0] for detector in (usual, spoilt)]
-    assert bounds[1].loss_threshold < 1.1 * bounds[0].loss_threshold
-    assert bounds[1].norm_threshold < 1.1 * bounds[0].norm_threshold
+@pytest.mark.parametrize(("at", "value"), [(0, 1e3), (3, np.nan), (14, 1e20)])
+def test_an_early_outlier_leaves_the_smallest_jump_that_is_reported(at, value):
+    smallest = []
+    for outlier in None, value:
+        loss, norm = steady(500)
+        if outlier:
+            loss[at], norm[at] = outlier, 1000 * norm[at]
+        detector, last = Detector(Names()), lone_rows(np.array([1e9]), np.array([1.0]))[0]
+        detector.update(lone_rows(loss, norm)[0])
+        smallest.append(detector.update(last)[0].loss_threshold)
+    assert smallest[1] < 1.1 * smallest[0] < 5.5
+
+
+def test_three_early_losses_above_the_first_one_need_no_history():
+    loss = np.array([2.0, 2.1, 9.0, 9.5, 11.0, 12.0])
+    (incident,) = Detector(Names()).update(lone_rows(loss)[0])
+    assert incident.step == 4 and incident.kinds == ("loss",)
 
 
 def test_incidents_do_not_depend_on_how_rows_are_read():
     rows, names = clean_rows(width=0.8, taps=2)
     rows.loss[200:210] = 9
     rows.norms[300:320, 0, 0] = np.nan
-    whole = [str(x) for x in Detector(names).update(rows)]
-    assert whole
-    for size in (1, 7, 50):
+    whole = Detector(names).update(rows)
+    assert whole and "10 times since step 200" in str(whole[9])
+    for size in (1, 50):
         detector = Detector(names)  # the last part is empty
         parts = [rows.take(slice(i, i + size)) for i in range(0, STEPS + size, size)]
-        assert [str(x) for part in parts for x in detector.update(part)] == whole
+        assert [x for part in parts for x in detector.update(part)] == whole
 
 
 def test_rare_infinite_norms_are_noted_once_and_frequent_ones_are_incidents():
-    loss, norm = steady(3500)
-    norm[[500, 2000]] = np.inf
-    (note,) = Detector(Names()).update(lone_rows(loss, norm)[0])
+    loss, norm = steady(1600)
+    norm[[500, 800]] = np.inf
+    detector = Detector(Names())
+    (note,) = detector.update(lone_rows(loss, norm)[0])
     assert note.kinds == ("infinity", "note") and note.step == 500
-    norm[2100:2900:50] = np.inf
-    incidents = Detector(Names()).update(lone_rows(loss, norm)[0])
+    norm[900:1600:50] = np.inf
+    incidents = detector.update(lone_rows(loss, norm)[0])
     assert len(incidents) > 10 and "note" not in incidents[-1].kinds
 
 
@@ -167,33 +166,32 @@ def test_a_loss_that_becomes_exactly_zero_is_an_incident_and_rounded_losses_are_
 
 
 def test_losses_may_be_negative():
-    rng = np.random.default_rng(0)
-    loss = rng.normal(size=STEPS)
-    assert not Detector(Names()).update(lone_rows(loss)[0])
+    loss = np.random.default_rng(0).normal(size=STEPS)
     loss[AT] = 12.0
     (incident,) = Detector(Names()).update(lone_rows(loss)[0])
-    assert incident.kinds == ("loss",)
+    assert incident.step == AT and incident.kinds == ("loss",)
 
 
 def test_outcomes_of_the_device_become_kinds():
-    rows, names = clean_rows()
+    rows, names = clean_rows(steps=100)
     skipped = Outcome.SKIPPED | Outcome.SKIPPED_LARGE_NORM | Outcome.HAS_NORM_LIMIT
-    rows.outcome[AT:] = (rows.outcome[AT:] & ~int(Outcome.APPLIED)) | int(skipped)
-    rows.limits[AT:, 0] = 0.5
-    rows.outcome[100] |= int(Outcome.EMPTY_WINDOW)
-    rows.outcome[200] |= int(Outcome.REPLICA_DIFFERS)
-    rows.device[200] = 3
+    rows.outcome[80:] = (rows.outcome[80:] & ~int(Outcome.APPLIED)) | int(skipped)
+    rows.limits[80:, 0] = 0.5
+    rows.outcome[50] |= int(Outcome.EMPTY_WINDOW)
+    rows.outcome[60] |= int(Outcome.REPLICA_DIFFERS)
+    rows.device[60] = 3
     window, replica, *skips = Detector(names).update(rows)
-    assert window.kinds == ("window",)
-    assert replica.kinds == ("replica",) and replica.device == 3
-    assert len(skips) == STEPS - AT == skips[-1].streak and skips[-1].first_step == AT
-    assert skips[0].kinds == ("norm", "skipped") and skips[0].norm_threshold == 0.5
+    assert (window.kinds, replica.kinds) == (("window",), ("replica",))
+    assert "the parameters on device 3 differ" in str(replica)
+    assert len(skips) == 20 == skips[-1].streak and "20 times since step 80" in str(skips[-1])
+    assert skips[0].kinds == ("norm",) and "(threshold 0.5)" in str(skips[0])
+    assert all("skipped" in str(x) for x in skips)
 
 
 def test_reading_50_rows_of_300_units_takes_at_most_100_ms():
-    rows, names = clean_rows(units=300, steps=400)
+    rows, names = clean_rows(units=300, steps=250)
     detector, times = Detector(names), []
-    for i in range(0, 400, 50):
+    for i in range(0, 250, 50):
         start = time.process_time()
         detector.update(rows.take(slice(i, i + 50)))
         times.append(time.process_time() - start)
@@ -205,3 +203,8 @@ def test_units_that_are_logged_every_50_rows_are_not_zero_in_between():
     rows.norms[np.arange(STEPS) % 50 > 0, :, 1:] = 0
     rows.outcome[np.arange(STEPS) % 50 > 0] &= ~int(Outcome.HAS_UNITS)
     assert not Detector(names).update(rows)
+
+
+def test_an_incident_in_a_log_is_the_same():
+    found = Incident(7, ("loss",), "step 7: applied, loss 9", loss_threshold=np.inf)
+    assert from_lines([{"step": 7}, json.loads(json.dumps(to_json(found._asdict())))]) == [found]

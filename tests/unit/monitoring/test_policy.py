@@ -33,7 +33,7 @@ class Run:
         for name, by_step in columns.items():
             for i in np.flatnonzero(np.isin(rows.step, list(by_step))):
                 getattr(rows, name)[i] = by_step[rows.step[i]]
-        self.incidents += [Incident(step, kinds, 1.0) for step in bad if step in rows.step]
+        self.incidents += [Incident(step, kinds) for step in bad if step in rows.step]
         self.rows = Rows.concatenate([self.rows, rows]).take(slice(-1024, None))
         self.last = self.policy.update(self.rows, self.incidents, self.step, saved)
         self.step += count
@@ -127,7 +127,7 @@ def test_a_stretch_that_does_not_end_rewinds_after_32_rows_and_twice_as_many_aft
 
 def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
-    run.incidents.append(Incident(50, ("loss",), 1.0, loss_threshold=15.0))
+    run.incidents.append(Incident(50, ("loss",), loss_threshold=15.0))
     assert run.read(100, loss=loss) == "rewind"
     assert run.last.batch_ids == list(range(50, 70))
 
