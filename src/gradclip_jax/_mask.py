@@ -25,33 +25,30 @@ def check_mask(mask: Mask) -> None:
             raise type_error("mask", "a prefix tree of bools or a function", got, hint)
 
 
-def included_leaves(mask: Mask, grads: Tree, params: Tree) -> list[bool]:
-    """Return for each leaf of a gradient whether the mask includes it."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(grads))
+def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
+    """Return a tree like a gradient with whether the mask includes each leaf."""
     if callable(mask):
         mask = mask(grads if params is None else params)
         check_mask(mask)
-    return broadcast_prefix("mask", mask, "updates", grads)
+    is_included = broadcast_prefix("mask", True if mask is None else mask, "updates", grads)
+    return jax.tree.unflatten(jax.tree.structure(grads), is_included)
 
 
 def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
     """Replace all leaves that the mask does not include by zeros."""
-    included = iter(included_leaves(mask, grads, params))
 
-    def value(leaf: Array) -> Array:
-        return leaf if next(included) or is_float0(leaf) else jnp.zeros_like(leaf)
+    def value(leaf: Array, is_included: bool) -> Array:
+        return leaf if is_included or is_float0(leaf) else jnp.zeros_like(leaf)
 
-    return jax.tree.map(value, grads)
+    return jax.tree.map(value, grads, broadcast_mask(mask, grads, params))
 
 
 def mask_leaves(mask: Mask, tree: Tree, params: Tree) -> Tree:
     """Replace leaves without elements, and those outside the mask, by `optax.MaskedNode()`."""
     if not jax.tree.leaves(tree):  # a placeholder of `optax.tree.map_params`
         return tree
-    included = iter(included_leaves(mask, tree, params))
 
-    def kept(leaf: Array) -> Tree:
-        return leaf if next(included) and np.size(leaf) else optax.MaskedNode()
+    def kept(leaf: Array, is_included: bool) -> Tree:
+        return leaf if is_included and np.size(leaf) else optax.MaskedNode()
 
-    return jax.tree.map(kept, tree)
+    return jax.tree.map(kept, tree, broadcast_mask(mask, tree, params))

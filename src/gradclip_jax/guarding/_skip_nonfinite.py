@@ -22,7 +22,7 @@ from .._checks import check_choice, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import public
 from .._leaves import is_measured, measured_leaves
-from .._mask import Mask, included_leaves
+from .._mask import Mask, broadcast_mask
 from .._mesh import max_over, shard_axes
 from .._states import KINDS, increment_where, kind_of, register_guard, replace_states
 from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
@@ -181,7 +181,7 @@ def is_finite_step(
     | measurements in states of this package | not checked, because no step depends on them |
     """
     leaves = jax.tree.leaves_with_path(params_of(updates))
-    included = included_leaves(mask, params_of(updates), params_of(params))
+    included = jax.tree.leaves(broadcast_mask(mask, params_of(updates), params_of(params)))
     shapes = {path: np.shape(x) for path, x in leaves if is_measured(x)}
     excluded = {path for (path, _), keep in zip(leaves, included, strict=True) if not keep}
     before, after = map(_without_measurements, (before, after))
