@@ -159,7 +159,6 @@ ROWS = [
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"key": jax.random.key(0), "x": ONES(3, 2)}), ValueError, "batch", "args[1]['key']", "leading batch axis", "jax.random.split"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch", "args[1]['x']", "args[1]['y']"),
     ("taps.tap", lambda f: f(COMPLEX, PROBE), TypeError, "x"),
-    ("taps.tap", lambda f: f(W, jnp.zeros((4, 2, 4))), ValueError, "probe"),
     ("taps.metrics", lambda f: f({"a": jnp.zeros(3)}), ValueError, "stats", "stats['a']"),
 ]
 # fmt: on

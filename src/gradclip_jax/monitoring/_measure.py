@@ -1,6 +1,5 @@
 """Norms of gradients, updates and parameters for each unit, and a comparison of replicas."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -31,13 +30,9 @@ def measure(
     """
     dtype = norm_dtype(gradient)
 
-    # With `jit`, the sums are traced once for all leaves of the same shape. Those of the gradient
-    # are separate, so that XLA can release it before the step.
-    @functools.partial(jax.jit, static_argnums=1)
     def of_gradient(g: Array, axes: Axes) -> Array:
         return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    @functools.partial(jax.jit, static_argnums=1)
     def of_step(u: Array, axes: Axes, p: Array) -> Array:
         old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
         new, info = old + wide, jnp.finfo(p.dtype)
@@ -46,6 +41,8 @@ def measure(
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
     def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
+        # With `jit`, the terms are traced once for all leaves of the same shape.
+        terms = jax.jit(terms, static_argnums=1)
         entries = totals(terms, *columns, units=units, axis_name=axis_name)
         # Arrays that are sharded over explicit mesh axes are replicated, like their sum.
         entries = [reshard_like(x, jnp.sum(x)) for x in entries]
@@ -54,6 +51,7 @@ def measure(
         # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
         return fusion_barrier(jnp.concatenate([jnp.zeros((0, 2), dtype), *rows]))
 
+    # The sums of the gradient are separate, so that XLA can release it before the step.
     sums = of_units(of_gradient, gradient)
     table = jnp.concatenate([sums, of_units(of_step, *step) if step else jnp.zeros_like(sums)], 1)
     if units.axes is not None or units.names:

@@ -36,14 +36,20 @@ _COUNTERS = {
 }
 """Metrics that count events, and the flags of a step in which they increase."""
 
-_IS_GRADIENT_NORM = np.arange(4) == 1
+_METRICS = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm"
+"""Metrics of the whole tree, in the order of the columns of `measure`."""
 
 
-@register_state(
-    *("gradient_norm", "nonfinite_elements", "update_norm", "parameter_norm"),
-    inner="inner_state",
-    role="watch",
-)
+def _of_tree(column: int) -> property:
+    """Return a property with one of the measurements of the whole tree in the last row."""
+
+    def read(state: WatchState) -> Array:
+        return lax.bitcast_convert_type(_last(state)[..., TREE + column], jnp.float32)
+
+    return property(read)
+
+
+@register_state(*_METRICS, inner="inner_state", role="watch")
 class WatchState(NamedTuple):
     """State of `watch`: a ring buffer with one row for each call.
 
@@ -59,21 +65,13 @@ class WatchState(NamedTuple):
     checksum: Scalar
     inner_state: Tree
 
-    nonfinite_elements = property(lambda state: _of_tree(state, 0))
-    gradient_norm = property(lambda state: _of_tree(state, 1))
-    update_norm = property(lambda state: _of_tree(state, 2))
-    parameter_norm = property(lambda state: _of_tree(state, 3))
+    nonfinite_elements, gradient_norm, update_norm, parameter_norm = map(_of_tree, range(4))
 
 
 def _last(state: WatchState) -> Array:
     """Return the row that was written last."""
     place = jnp.expand_dims((state.step_count - 1) % state.rows.shape[-2], (-2, -1))
     return jnp.take_along_axis(state.rows, place, -2)[..., 0, :]
-
-
-def _of_tree(state: WatchState, column: int) -> Array:
-    """Return one of the four numbers of the whole tree in the last row."""
-    return lax.bitcast_convert_type(_last(state)[..., TREE + column], jnp.float32)
 
 
 @public
@@ -262,8 +260,7 @@ def watch(
         units = cut.cut(leaves.arrays, masked)
         table = measure(leaves.arrays, *step, units=units, axis_name=axis_name)
         before, after = metrics(state.inner_state), metrics(inner_state)
-        if "loss_scale" in before:
-            table = jnp.where(_IS_GRADIENT_NORM, table / before["loss_scale"], table)
+        table /= jnp.array([1, before.get("loss_scale", 1), 1, 1], jnp.float32)
         is_due = state.step_count % check_every == 0
         differs, device = other_replica(table[:, -1], replica_axis, is_due)
         flags = [
