@@ -34,10 +34,9 @@ def statistics64(x):
 
 def assert_statistics(found, name, activation, cotangent, rtol=1e-5):
     for kind, x in (("", activation), ("cotangent_", cotangent)):
-        for key, value in statistics64(x).items():
-            scale = statistics64(x)["rms"] if key == "mean" else 0
-            got = found[f"taps/{name}/{kind}{key}"]
-            np.testing.assert_allclose(got, value, rtol=rtol, atol=1e-6 * scale, err_msg=kind + key)
+        expected = statistics64(x)
+        got = {key: found[f"taps/{name}/{kind}{key}"] for key in expected}
+        assert got == pytest.approx(expected, rel=rtol, abs=1e-6 * expected["rms"])
 
 
 def model(params, probes, x, offsets=ZEROS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,17 +13,18 @@ import optax
 from jax import lax
 
 from .._checks import check_count, check_params, check_state, leaf_name, listed
+from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, is_measured, measured_shapes
+from .._leaves import checked_leaves, is_measured, measured_shapes, wide_dtype
 from .._mask import Mask, mask_leaves
 from .._mesh import reshard_like
 from .._run_if import Flag, like_dtypes
 from .._states import find_states, has_stepped, increment_where, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
+from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
 from ..gates._extra_args import has_micro_batch, loss_of
-from ..gates._gate import check_guard
-from ._measure import measure, other_replica
+from ..gates._gate import ExtraArgs, check_guard
 from ._metrics import metrics
 from ._rows import KINDS, TREE, Names, Outcome, Row
 from ._taps import read_sums
@@ -37,7 +39,9 @@ _COUNTERS = {
 """Metrics that count events, and the flags of a step in which they increase."""
 
 _METRICS = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm"
-"""Metrics of the whole tree, in the order of the columns of `measure`."""
+"""Metrics of the whole tree, in the order of the columns of `_measure`."""
+
+_IS_COUNT = np.arange(4) == 0
 
 
 def _of_tree(column: int) -> property:
@@ -224,18 +228,17 @@ def watch(
         step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
     check_guard(inner, axis_name, mask)
-    measures_step = bool(replica_axis) or not {*of} <= {"gradient"}
+    with_step = bool(replica_axis) or not {*of} <= {"gradient"}
     check_count("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
-    tap_names, no_sums = read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = inner.init(params)
         inner_state = like_dtypes(inner_state, inner_state)
         names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
-        size = TREE + 4 * (1 + len(names.units)) + no_sums.size + len(clips)
+        size = TREE + 4 * (1 + len(names.units)) + read_sums("taps", taps)[1].size + len(clips)
         rows = jnp.zeros((history, size), jnp.int32)
         return WatchState(jnp.int32(0), rows, jnp.uint32(names.checksum), inner_state)
 
@@ -243,47 +246,119 @@ def watch(
         check_state(state, WatchState)
         masked = mask_leaves(mask, updates, params)
         leaves = checked_leaves("updates", masked)
-        if params is not None or measures_step:
+        if params is not None or with_step:
             check_params(updates, params)
-        batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
-        loss = loss_of(extra_args, axis_name)
-        if batch_id is not None:
-            check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
-        names, sums = read_sums("taps", taps if stats is None else stats)
-        if names != tap_names:
-            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(tap_names)}", listed(names), hint)
+        flags, batch_id, loss, sums = _read_extra_args(extra_args, axis_name, taps)
         output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
-        trees = (mask_leaves(mask, x, params) for x in (output, params) if measures_step)
-        step = map(leaves.beside, trees)
+        step = [leaves.beside(mask_leaves(mask, x, params)) for x in (output, params) if with_step]
         units = cut.cut(leaves.arrays, masked)
-        table = measure(leaves.arrays, *step, units=units, axis_name=axis_name)
+        table = _measure(leaves.arrays, *step, units=units, axis_name=axis_name)
         before, after = metrics(state.inner_state), metrics(inner_state)
         table /= jnp.array([1, before.get("loss_scale", 1), 1, 1], jnp.float32)
-        is_due = state.step_count % check_every == 0
-        differs, device = other_replica(table[:, -1], replica_axis, is_due)
-        flags = [
-            (Outcome.HAS_GRADIENT, has_micro_batch(extra_args)),
-            (Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER, measures_step),
-            (Outcome.HAS_LOSS, loss is not None),
-            (Outcome.HAS_BATCH_ID, batch_id is not None),
-            (Outcome.HAS_TAPS, stats is not None),
-            (Outcome.APPLIED, has_stepped(inner_state)),
-            (Outcome.REPLICA_DIFFERS, differs),
-            *_events(before, after),
-        ]
+        differs, device = none = jnp.bool_(False), jnp.int32(0)
+        if replica_axis:
+            is_due = state.step_count % check_every == 0
+            compare = functools.partial(_other_replica, axis_name=replica_axis)
+            differs, device = lax.cond(is_due, compare, lambda _: none, table[:, -1])
+        flags[Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER] = with_step
+        flags |= {Outcome.APPLIED: has_stepped(inner_state), Outcome.REPLICA_DIFFERS: differs}
         outcome = jnp.int32(Outcome.HAS_UNITS)
-        for flag, is_set in flags:
+        for flag, is_set in [*flags.items(), *_events(before, after)]:
             outcome |= jnp.where(is_set, int(flag), 0)
         limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
-        ints = state.step_count, 0 if batch_id is None else batch_id, outcome, device
-        floats = 0 if loss is None else loss, *limits, table, sums, *_clip_factors(after).values()
+        ints = state.step_count, batch_id, outcome, device
+        floats = loss, *limits, table, sums, *_clip_factors(after).values()
         rows = _written(state.rows, state.step_count, ints, floats)
         count = increment_where(state.step_count)
         return output, WatchState(count, rows, state.checksum, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _read_extra_args(
+    extra_args: ExtraArgs, axis_name: AxisName, taps: Tree | None
+) -> tuple[dict[Outcome, Flag], Any, Any, Array]:
+    """Return flags, the batch id, the loss, and the sums of taps, which are 0 if not passed."""
+    batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
+    loss, (names, sums) = loss_of(extra_args, axis_name), read_sums("taps", taps)
+    if batch_id is not None:
+        check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
+    if stats is not None:
+        found, sums = read_sums("taps", stats)
+        if found != names:
+            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
+            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
+    flags: dict[Outcome, Flag] = {
+        Outcome.HAS_GRADIENT: has_micro_batch(extra_args),
+        Outcome.HAS_LOSS: loss is not None,
+        Outcome.HAS_BATCH_ID: batch_id is not None,
+        Outcome.HAS_TAPS: stats is not None,
+    }
+    return flags, 0 if batch_id is None else batch_id, 0 if loss is None else loss, sums
+
+
+def _measure(
+    gradient: Sequence[Array], *step: Sequence[Array], units: Units, axis_name: AxisName
+) -> Array:
+    """Measure the whole tree and each unit, float32[1 + units, 4].
+
+    The columns are the number of non-finite elements of the gradient, and the norms of gradient,
+    update and parameters. Without `step`, the updates and the parameters, their norms are 0.
+
+    The update is measured as `(p + u) - p` with the sum rounded to the dtype of the parameters,
+    which is the change that `optax.apply_updates` makes. XLA reuses `p + u` from the optimizer
+    step, so the sum is not computed twice.
+    """
+    dtype = norm_dtype(gradient)
+
+    def of_gradient(g: Array, axes: Axes) -> Array:
+        return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
+
+    def of_step(u: Array, axes: Axes, p: Array) -> Array:
+        old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
+        new, info = old + wide, jnp.finfo(p.dtype)
+        if info.bits < 32:  # XLA would remove a conversion to the narrow dtype and back
+            new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
+        return _sums(axes, squares(new - old, dtype), squares(old, dtype))
+
+    def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
+        # With `jit`, the terms are traced once for all leaves of the same shape.
+        terms = jax.jit(terms, static_argnums=1)
+        entries = totals(terms, *columns, units=units, axis_name=axis_name)
+        # Arrays that are sharded over explicit mesh axes are replicated, like their sum.
+        entries = [reshard_like(x, jnp.sum(x)) for x in entries]
+        # A unit without leaves has a scalar.
+        rows = [jnp.broadcast_to(x, (*x.shape[:-1], 2)).reshape(-1, 2) for x in entries]
+        # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
+        return fusion_barrier(jnp.concatenate([jnp.zeros((0, 2), dtype), *rows]))
+
+    # The sums of the gradient are separate, so that XLA can release it before the step.
+    sums = of_units(of_gradient, gradient)
+    table = jnp.concatenate([sums, of_units(of_step, *step) if step else jnp.zeros_like(sums)], 1)
+    if units.axes is not None or units.names:
+        table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
+    # A selection, unlike slices, is fused with the operations that read the table.
+    return jnp.where(_IS_COUNT, table, norm_of_squares(table)).astype(jnp.float32)
+
+
+def _sums(axes: Axes, *terms: Array) -> Array:
+    return jnp.stack([reduce_axes(jnp.sum, x, axes) for x in terms], -1)
+
+
+def _other_replica(norms: Array, axis_name: AxisName) -> tuple[Scalar, Scalar]:
+    """Return whether the norms of a replica differ, and the index of the one that differs most.
+
+    Replicas execute the same program on the same inputs, so their norms are identical bit for bit.
+    """
+    count = lax.axis_size(axis_name)
+    is_own = jnp.arange(count)[:, None] == lax.axis_index(axis_name)
+    # `psum`, unlike `all_gather`, returns an array whose type is replicated.
+    rows = lax.psum(jnp.where(is_own, norms, 0), axis_name)
+    typical = jnp.sort(rows, axis=0)[count // 2]
+    distance = jnp.max(jnp.abs(rows - typical), axis=1)
+    device = jnp.argmax(distance).astype(jnp.int32)  # of the first NaN, if there is one
+    return (distance[device] != 0) & jnp.isfinite(typical).all(), device
 
 
 def _events(before: dict[str, Array], after: dict[str, Array]) -> Iterator[tuple[int, Flag]]:
