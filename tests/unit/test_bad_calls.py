@@ -140,7 +140,7 @@ ROWS = [
     ("watch", lambda f: step(f(SGD), GRADS, GRADS, value=ONES(2)), TypeError, "value"),
     ("watch", lambda f: step(f(SGD), batch_id=np.int64(2**31)), ValueError, "batch_id"),
     ("watch", lambda f: step(f(SGD), batch_id=jnp.arange(2)), TypeError, "batch_id"),
-    ("watch", lambda f: f(SGD, taps=ONES(3)), ValueError, "taps"),
+    ("watch", lambda f: f(SGD, taps=ONES(3)).init(GRADS), ValueError, "taps"),
     ("watch", lambda f: step(f(SGD, taps={"a": PROBE}), taps={"b": PROBE}), ValueError, "taps"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init({"w": W}), GRADS), ValueError, "state"),
     ("watch", lambda f: f(SGD, mask={"w": 1}), TypeError, "mask", "mask['w']"),
