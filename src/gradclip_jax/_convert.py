@@ -78,7 +78,8 @@ def convert_state(
         A state for `tx.update`. Its `accumulation_stats` assume that all earlier accumulation
         windows had the length of the first one. The `skip_state` of `MultiSteps` is initialized.
         `MultiSteps` closes an unfinished accumulation correctly only if it contains fewer
-        micro-batches than the new window.
+        micro-batches than the new window. It continues with their weighted mean, in which each
+        micro-batch then has the same weight.
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
