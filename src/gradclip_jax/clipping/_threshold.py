@@ -197,7 +197,7 @@ def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
 
     The states are () if no rule has a state.
     """
-    shape = () if len(rules) > 1 or num_norms == 1 else (num_norms,)
+    shape = _vector_shape(num_norms if len(rules) == 1 else 1)
     states = tuple(init_state(rule, shape) for rule in rules)
     return states if jax.tree.leaves(states) else ()
 
@@ -212,7 +212,7 @@ def apply_rules(
     for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
         if isinstance(rule, _Constant):
             thresholds.append(rule.update(jnp.zeros(()), (), None)[0])
-        elif jax.tree.leaves(expected := jax.eval_shape(rule.init, _as_vector(own))):
+        elif jax.tree.leaves(expected := _state_shapes(rule, own)):
             if shapes_of(state) != shapes_of(expected):
                 hint = "Pass the state of `init` for the structure of the updates."
                 raise type_error("state", f"like {shortened(expected)}", shortened(state), hint)
@@ -230,7 +230,18 @@ def _threshold_of(rule: Rule, norm: Array, param_norm: Array) -> Array:
     return apply_rule(rule, norm, (), param_norm)[0]
 
 
+def _vector_shape(num_norms: int) -> tuple[int, ...]:
+    """Return the shape of the norms of a rule with a state: a vector, or a scalar for one norm."""
+    return () if num_norms == 1 else (num_norms,)
+
+
 def _as_vector(norms: Sequence[Array]) -> Array:
-    """Concatenate norms to one vector; return a scalar for a single norm."""
+    """Concatenate norms to an array with the shape `_vector_shape`."""
     vector = jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
-    return vector.reshape(()) if vector.size == 1 else vector
+    return vector.reshape(_vector_shape(vector.size))
+
+
+def _state_shapes(rule: Rule, norms: Sequence[Array]) -> Tree:
+    """Return the shapes of the state of a rule for these norms, without concatenating them."""
+    shape = _vector_shape(sum(x.size for x in norms))
+    return jax.eval_shape(rule.init, jax.ShapeDtypeStruct(shape, jnp.float32))
