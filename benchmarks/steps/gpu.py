@@ -149,12 +149,14 @@ def workaround_rows(setting: Setting, model: Model, *, small: bool) -> Iterator[
         cases, repetitions = {}, 21 if setting.scanned == 1 else 9
         for label, replacement in {"now": {}, **replacements}.items():
             with _workarounds.replaced(replacement):
+                if small and i > 0:
+                    continue  # the names in the table are those of the library
                 case = case_of(model, ROWS[row].ours, setting.scanned)
                 # Traced here, because the replacement ends before the program is compiled.
                 traced = jax.jit(case.step).trace(case.carry(), *case.args)
                 cases[label] = dataclasses.replace(case, step=_workarounds.retraced(traced))
-        if small and i > 0:
-            continue  # It was traced, so the names in the table are those of the library.
+        if not cases:
+            continue
         found = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
         now = found["now"]
         for label in replacements:

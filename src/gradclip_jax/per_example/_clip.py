@@ -259,10 +259,9 @@ class _Clip(NamedTuple):
 
     def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
         """Return a mask of the examples with finite norms and, if `drops`, finite loss values."""
-        is_finite = jnp.ones_like(outputs.value, bool)
-        for x in [*norms, outputs.value] if self.drops else norms:
-            is_finite &= jnp.isfinite(x)
-        return is_finite
+        checked = [*norms, outputs.value] if self.drops else norms
+        everywhere = jnp.ones_like(outputs.value, bool)
+        return functools.reduce(jnp.logical_and, map(jnp.isfinite, checked), everywhere)
 
     def factors(self, outputs: Outputs, norms: list[Array]) -> list[Array]:
         """Compute the clip factor of each example for each group of leaves."""
