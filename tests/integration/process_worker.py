@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,18 +151,6 @@ def shard_map_window():
     return distributed(step, mesh, specs, state, state_specs)
 
 
-def pipeline_stages():
-    """Each process has stages of its own, in a program of its own; only norms are exchanged."""
-    stages = values((4, 6, 3), 11)
-    own = stages[jax.process_index() :: jax.process_count()]
-    norm = jax.jit(gcx.global_norm)(own)
-    norms = multihost_utils.process_allgather(norm)
-    whole = gcx.combine_norms(norms.ravel())
-    clipped, _ = gcx.clip_grad_norm(own, 1.0, norm=whole)
-    after = multihost_utils.process_allgather(gcx.global_norm(clipped))
-    return {"norm": [float(whole)], "after": float(gcx.combine_norms(after.ravel()))}
-
-
 def decision():
     """Only process 0 has seen a checkpoint and bad rows."""
     rows, is_first = Rows.zeros(100, Names()), jax.process_index() == 0
@@ -182,7 +169,7 @@ def main():
     jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process), **timeouts)
     assert jax.process_count() == int(processes) and len(jax.devices()) == DEVICES
     seen = {layout: by_jit(layout) for layout in LAYOUTS}
-    for case in (shard_map_window, pipeline_stages, decision):
+    for case in (shard_map_window, decision):
         seen[case.__name__] = case()
     Path(out).write_text(json.dumps(seen))
 

@@ -12,7 +12,6 @@ import numpy as np
 import process_worker
 import pytest
 
-import oracles
 from files import environment
 
 pytestmark = pytest.mark.slow  # each launch starts JAX anew in several processes
@@ -59,9 +58,6 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
     texts = [out.read_text() for out in outs]
     assert texts[0] == texts[1]  # bit for bit, or they would drift apart
     seen = json.loads(texts[0])
-    exact = oracles.global_norm([process_worker.values((4, 6, 3), 11)])
-    np.testing.assert_allclose(seen["pipeline_stages"]["norm"], exact, rtol=3e-7)
-    assert abs(seen["pipeline_stages"]["after"] - 1) < 1e-6
     _, action, _, good_step, batch_ids, _ = seen["decision"]
     assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
