@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, re.error) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    # The first and the last incident of each streak, and the first NaN in it.
+    # The first and the last incident of each streak, and each NaN that begins inside it.
     found = monitor.incidents
     for i, incident in enumerate(found):
         is_last = i + 1 == len(found) or found[i + 1].streak == 1
-        is_first_nan = "nan" in {*incident.kinds} - {*found[i - 1].kinds}
-        if incident.streak == 1 or is_last or is_first_nan:
+        is_new_nan = "nan" in {*incident.kinds} - {*found[i - 1].kinds}
+        if incident.streak == 1 or is_last or is_new_nan:
             print(incident)
     print("", monitor.summary(), sep="\n")
     if importlib.util.find_spec("matplotlib"):
