@@ -76,8 +76,7 @@ class Detector:
         self.num_zeros, self.most_zeros = np.zeros((2, self.size + 1), int)
         self.least_zeros = np.append(1, np.full(self.size, LEAST_ZEROS))
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
-        self.count = self.last_row = self.first_step = 0
-        self.last = Incident(-1, ())
+        self.count, self.last_row, self.last_kinds, self.streak = 0, 0, (), list[int]()
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
@@ -85,10 +84,9 @@ class Detector:
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
         taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])
-        norms = np.column_stack([gradient, taps[..., 1], rows.norms[:, 1:, 0], loss])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.column_stack([np.log(norms), loss])
-        values[~np.isfinite(values)] = np.nan
+        values = np.column_stack([gradient, taps[..., 1], rows.norms[:, 1:, 0], loss, loss])
+        values[np.isinf(values)] = np.nan
+        values[:, :LOSS] = np.log(np.where(values[:, :LOSS] > 0, values[:, :LOSS], np.nan))
         rises, drifts, thresholds = self.levels.compare(values)
         thresholds[:, LOSS] = np.fmin(thresholds[:, LOG_LOSS], thresholds[:, LOSS])
         skips = Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
@@ -116,24 +114,18 @@ class Detector:
         return is_zero & (self.num_zeros == np.maximum(2 * self.most_zeros, self.least_zeros))
 
     def _faults(
-        self, row: Rows, rise: HostArray, drift: HostArray, threshold: HostArray, zero: HostArray
+        self, row: Rows, rise: HostArray, drift: HostArray, limit: HostArray, zero: HostArray
     ) -> Faults:
         """Return the faults in one row, from the strongest evidence for a unit to the weakest."""
         flags, loss = int(row.outcome), float(row.loss)
-        (norm, update, parameter), norms, found = (
-            row.norms[:, 0].tolist(),
-            row.norms[:, 1:],
-            Faults(),
-        )
+        (norm, update, parameter), norms = row.norms[:, 0].tolist(), row.norms[:, 1:]
         units, taps, bad = rise[1 : self.size], rise[self.size : UPDATE], row.nonfinite[1:]
         parts = bad if bad.any() else ~np.isfinite(norms[0])
         parts = parts if parts.any() else np.square(norms[0])
         share = f", {100 * parts.max() / parts.sum():.0f} %" if parts.any() else ""
+        found = Faults()
         if rise[PARAMETER] or not math.isfinite(parameter):
-            found["parameter"] = (
-                _compared("parameter norm", parameter, threshold[PARAMETER]),
-                norms[2],
-            )
+            found["parameter"] = _compared("parameter norm", parameter, limit[PARAMETER]), norms[2]
         if not math.isfinite(norm):
             count = int(row.nonfinite[0])
             elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
@@ -146,9 +138,9 @@ class Detector:
         if drift.any():
             found["drift"] = f"gradient norm slowly rose {_ratio(drift)} times", drift[1:]
         if rise[0]:
-            found["norm"] = _compared("gradient norm", norm, threshold[0]) + share, parts
+            found["norm"] = _compared("gradient norm", norm, limit[0]) + share, parts
         if rise[LOG_LOSS:].any() or zero[-1] or not math.isfinite(loss):
-            found["loss"] = _compared("loss", loss, threshold[LOSS]), _UNKNOWN
+            found["loss"] = _compared("loss", loss, limit[LOSS]), _UNKNOWN
         if taps.any():
             name = self.taps[int(np.argmax(taps))]
             found["tap"] = f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
@@ -159,7 +151,7 @@ class Detector:
             found["window"] = "the weight of the accumulated window is zero", _UNKNOWN
         is_large = rise[UPDATE] or not math.isfinite(update) or flags & Outcome.SKIPPED
         if is_large and not found:  # a large gradient or parameter explains a large update
-            found["update"] = _compared("update norm", update, threshold[UPDATE]), norms[1]
+            found["update"] = _compared("update norm", update, limit[UPDATE]), norms[1]
         return found
 
     def _incident(self, row: Rows, faults: Faults, loss_threshold: float) -> list[Incident]:
@@ -181,16 +173,14 @@ class Detector:
             leaf = leaf or unit
         if row.taps[:, -1].any():
             parts.append(f"first non-finite {self.taps[np.flatnonzero(row.taps[:, -1])[0]]}")
-        is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last.kinds)
-        streak = 1 if is_first else self.last.streak + 1
-        if is_first:
-            self.first_step = step
-        else:
-            parts.append(f"{streak} times since step {self.first_step}")
-        self.last_row = self.count
+        is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last_kinds)
+        self.streak = [step] if is_first else [*self.streak, step]
+        if not is_first:
+            parts.append(f"{len(self.streak)} times since step {self.streak[0]}")
+        self.last_row, self.last_kinds = self.count, tuple(faults)
         sentence = f"step {step}{batch}: {fates}, {'; '.join(parts)}"
-        self.last = Incident(step, tuple(faults), sentence, leaf, loss_threshold, batch_id, streak)
-        return [self.last]
+        fields = self.last_kinds, sentence, leaf, loss_threshold, batch_id, len(self.streak)
+        return [Incident(step, *fields)]
 
 
 def _compared(name: str, value: float, threshold: float) -> str:
