@@ -137,9 +137,10 @@ class Detector:
             found["zero"] = "the gradient has become zero", zero[1:-1]
         if drift.any():
             found["drift"] = f"gradient norm slowly rose {_ratio(drift)} times", drift[1:]
-        if rise[0]:
+        is_bad_loss = rise[LOG_LOSS:].any() or zero[-1] or not math.isfinite(loss)
+        if rise[0] or is_bad_loss and norm > limit[0]:
             found["norm"] = _compared("gradient norm", norm, limit[0]) + share, parts
-        if rise[LOG_LOSS:].any() or zero[-1] or not math.isfinite(loss):
+        if is_bad_loss:
             found["loss"] = _compared("loss", loss, limit[LOSS]), _UNKNOWN
         if taps.any():
             name = self.taps[int(np.argmax(taps))]
