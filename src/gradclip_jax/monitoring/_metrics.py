@@ -74,9 +74,8 @@ def metrics(state: Tree) -> dict[str, Array]:
     for path, node in find_states(plain_arrays(state), tuple(KINDS)):
         place, kind = jax.tree_util.keystr(path, simple=True, separator="/"), kind_of(node)
         for name in kind.metrics:
-            if getattr(node, name) is not None:  # loss metrics are None without a loss threshold
-                entry = place, kind.is_guard, getattr(node, name)
-                by_name.setdefault(name, []).append(entry)
+            if (value := getattr(node, name)) is not None:  # a guard may check only the norm
+                by_name.setdefault(name, []).append((place, kind.is_guard, value))
     out: dict[str, Tree] = {}
     for name, entries in by_name.items():
         guards = [x for _, is_guard, x in entries if is_guard]
