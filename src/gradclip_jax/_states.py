@@ -20,8 +20,7 @@ class StateKind(NamedTuple):
 
     Attributes:
         metrics: Names of the fields or properties that `metrics` returns.
-        inner: Name of the field with the state of the inner transformation of a guard or an
-            accumulation; "" for other states.
+        inner: Name of the field with the state of the inner transformation; "" without one.
         role: What the transformation is.
     """
 
@@ -32,6 +31,10 @@ class StateKind(NamedTuple):
     @property
     def is_guard(self) -> bool:
         return self.role in ("guard", "loss scale")
+
+    @property
+    def is_gate(self) -> bool:
+        return self.is_guard or self.role == "accumulation"
 
 
 KINDS: Final[dict[type, StateKind]] = {}
@@ -153,7 +156,7 @@ def has_stepped(state: Tree) -> Array:
 
     def is_gate(node: object) -> bool:
         others = optax.MultiStepsState, optax.ApplyIfFiniteState
-        return bool(kind_of(node).inner) or isinstance(node, others)
+        return kind_of(node).is_gate or isinstance(node, others)
 
     nodes = jax.tree.leaves(state, is_leaf=is_gate)
     flags = [_gate_has_stepped(node) for node in nodes if is_gate(node)]
@@ -168,7 +171,7 @@ def _gate_has_stepped(node: Tree) -> Array:
     if isinstance(node, optax.ApplyIfFiniteState):
         return node.last_finite & has_stepped(node.inner_state)
     stepped = jnp.array(True)
-    while (kind := kind_of(node)).inner:
+    while (kind := kind_of(node)).is_gate:
         # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
         stepped = stepped & (node.consecutive_skips == 0) if kind.is_guard else node.emitted > 0
         node = getattr(node, kind.inner)

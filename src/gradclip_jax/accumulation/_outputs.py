@@ -61,7 +61,9 @@ def run_micro_batches(
 
     first = jax.tree.map(lambda x: vary(x, varying_axes(scales)), (empty, jnp.int32(0)))
     (totals, _), outputs = lax.scan(step, first, (jnp.arange(num_run), scales[:num_run]))
-    return jax.tree.map(padded, shapes, outputs), totals
+    if num_run < split.parts:
+        outputs = jax.tree.map(padded, shapes, outputs)
+    return outputs, totals
 
 
 def reduced(

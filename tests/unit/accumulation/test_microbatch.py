@@ -220,15 +220,19 @@ def test_rows_come_back_in_order_floats_as_their_mean_and_all_else_as_aux_reduct
         defaults = {"rows": rows, "mean": jnp.mean(batch["x"]), "none": None}
         positive = batch["x"] > 0
         others = {"count": positive.sum(), "each": jnp.mean(batch["x"], axis=0), "classes": 10}
-        return defaults, {**others, "positive": positive}
+        return defaults, {**others, "positive": positive, "key": jax.random.key(0)}
 
     def fun(params, batch):
         return loss(params, batch), aux_of(batch)
 
     words = {"count": "sum", "each": "mean", "classes": "last", "positive": "concatenate"}
+    words["key"] = "last"
     take = microbatched(fun, 4, has_aux=True, aux_reduction=(None, words))
     (_, ours), _ = jax.jit(take)(PARAMS, DATA)
-    agree(ours, jax.tree.map(jnp.asarray, aux_of(DATA)))
+    wanted = jax.tree.map(jnp.asarray, aux_of(DATA))
+    key, kept = (x[1].pop("key") for x in (ours, wanted))
+    assert key == kept
+    agree(ours, wanted)
 
 
 def test_each_micro_batch_gets_its_own_key():
