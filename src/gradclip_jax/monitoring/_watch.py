@@ -255,7 +255,7 @@ def watch(
         units = cut.cut(leaves.arrays, masked)
         table = _measure(leaves.arrays, *step, units=units, axis_name=axis_name)
         before, after = metrics(state.inner_state), metrics(inner_state)
-        table /= jnp.array([1, before.get("loss_scale", 1), 1, 1], jnp.float32)
+        table /= jnp.array([[1, before.get("loss_scale", 1), 1, 1]], jnp.float32)
         differs, device = none = jnp.bool_(False), jnp.int32(0)
         if replica_axis:
             is_due = state.step_count % check_every == 0
