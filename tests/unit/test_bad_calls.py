@@ -152,6 +152,7 @@ ROWS = [
     ("per_example.value_and_grad", lambda f: f(lambda p, x: (0.0, x), 1.0, has_weight=True)(W, EXAMPLES), TypeError, "fun"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"key": jax.random.key(0), "x": ONES(3, 2)}), ValueError, "batch", "args[1]['key']", "leading batch axis", "jax.random.split"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch", "args[1]['x']", "args[1]['y']"),
+    ("taps.tap", lambda f: f(COMPLEX, PROBE), TypeError, "x"),
     ("taps.metrics", lambda f: f({"a": jnp.zeros(3)}), ValueError, "stats", "stats['a']"),
 ]
 # fmt: on
