@@ -77,9 +77,8 @@ def test_norm_of_a_constant_array_is_right(size):
 
 # More take minutes: XLA's time grows with the square of the number of leaves, with Optax's norm as
 # with ours (JAX 0.10.2).
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_norm_of_many_leaves_is_right_also_where_bfloat16_would_lose_their_sums(dtype):
-    assert worst([np.full((3, 2), 0.1 + 1e-4 * i, dtype) for i in range(100)]) <= ULPS
+def test_norm_of_many_leaves_is_right_also_where_bfloat16_would_lose_their_sums():
+    assert worst([np.full((3, 2), 0.1 + 1e-4 * i, jnp.bfloat16) for i in range(100)]) <= ULPS
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (3, 4, 5, 6)])

@@ -75,7 +75,7 @@ def lognormal(steps, *, seed=0, spread=0.3):
 # percentile
 
 
-@recordings("autoclip")
+@recordings("autoclip", "spiky_p50", "constant_p10")
 def test_percentile_gives_what_the_authors_code_gives(run):
     until = min(until_zero(run), 100)
     rule = thresholds.percentile(run.given["clip_percentile"], 100)
