@@ -10,8 +10,8 @@ What has only one place in the library is tested there, in depth:
 | 3 the norm after clipping | are_bounded_after_clipping | clipping/test_grid |
 | 4 exact norms | | clipping/test_norm, test_gpu |
 | 5 no bad value stays | does_not_outlive_its_step | test_gates_machine |
-| 6 fixed states | have_the_types, one_trace_and_donated | accumulation/test_transform |
-| 7 eager, jit, scan, vmap, pmap | eager_jit_and_scan, vmap_is | clipping/test_clip |
+| 6 fixed states | have_the_types, jit_and_scan | accumulation/test_transform |
+| 7 eager, jit, scan, vmap, pmap | eager_agrees, jit_and_scan, vmap_is | clipping/test_clip |
 | 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |
 | 9 many devices | eight_devices | clipping/test_sharding, test_collectives, test_processes |
 | 10 micro-batches are the batch | | accumulation/test_microbatch, test_fuzz |
@@ -163,22 +163,29 @@ def test_a_bad_value_does_not_outlive_its_step(name, bad):
 
 
 @every
-def test_eager_jit_and_scan_agree_on_one_trace_and_donated_states(name):
-    params, stream = example(), [example(scale=scale) for scale in SEVEN_SCALES]
+def test_jit_and_scan_take_one_trace_and_donated_states(name):
     function, traces = jitted(name)[0], jitted(name)[0].traces
-    steps = list(run(name, stream))
+    stream = [example(scale=scale) for scale in SEVEN_SCALES]
+    *_, (_, state) = run(name, stream)
     assert function.traces <= max(traces, 1)
-    # Eager from the middle of the stream, where there is something to clip.
-    updates, state = make(name).update(stream[2], jax.tree.map(jnp.asarray, steps[1][1]), params)
-    close(updates, steps[2][0])
-    assert types(state) == types(steps[2][1])
 
     def body(state, grads):
-        return make(name).update(grads, state, params)[::-1]
+        return make(name).update(grads, state, example())[::-1]
 
     # A scan runs the same step; its trace raises if the type of a state changes.
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *stream)
-    jax.eval_shape(partial(jax.lax.scan, body), state, stacked)
+    jax.eval_shape(
+        partial(jax.lax.scan, body), state, jax.tree.map(lambda *x: np.stack(x), *stream)
+    )
+
+
+@pytest.mark.slow  # each operation is a program of its own
+@every
+def test_eager_agrees_with_jit(name):
+    stream = [example(scale=scale) for scale in SEVEN_SCALES[:3]]
+    _, (_, state), (expected, after) = run(name, stream)
+    found = make(name).update(stream[2], jax.tree.map(jnp.asarray, state), example())
+    close(found[0], expected)
+    assert types(found[1]) == types(after)
 
 
 # The counts of the one left out are bounded by its windows; it has tests of its own.
