@@ -146,8 +146,7 @@ class Detector:
             name = self.taps[int(np.argmax(taps))]
             found["tap"] = f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
         if flags & Outcome.REPLICA_DIFFERS:
-            text = f"the parameters on device {row.device} differ from those on the others"
-            found["replica"] = text, _UNKNOWN
+            found["replica"] = f"the parameters on device {row.device} differ", _UNKNOWN
         if flags & Outcome.EMPTY_WINDOW:
             found["window"] = "the weight of the accumulated window is zero", _UNKNOWN
         is_large = rise[UPDATE] or not math.isfinite(update) or flags & Outcome.SKIPPED
