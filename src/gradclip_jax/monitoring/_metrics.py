@@ -40,7 +40,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     If several states have the same metric, the path of the state is appended to the key, as in
     `clip_factor/0` and `clip_factor/2` for two clips in a chain. When clipping by group, the group
     label is appended to the key, as in `grad_norm/body`. If guards are among these states, the key
-    without a path combines all guards:
+    without a path combines all guards. Without a guard, `grad_norm` is that of the outermost clip.
 
     | key | value for several guards |
     | --- | --- |
@@ -81,8 +81,10 @@ def metrics(state: Tree) -> dict[str, Array]:
         guards = [x for _, is_guard, x in entries if is_guard]
         if len(entries) > 1:
             out |= {f"{name}/{place}".removesuffix("/"): x for place, _, x in entries}
-        if guards or len(entries) == 1:
-            out[name] = _combined(name, guards or [entries[0][-1]])
+        first, _, value = entries[0]
+        is_of_all = name == "grad_norm" and "inner_states" not in first  # not of `partition`
+        if guards or len(entries) == 1 or is_of_all:
+            out[name] = _combined(name, guards or [value])
     for key, groups in list(out.items()):
         if isinstance(groups, dict):
             out |= {f"{key}/{label}": x for label, x in out.pop(key).items()}
