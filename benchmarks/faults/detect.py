@@ -45,8 +45,7 @@ FAULTS = {
     "highest exponent bit of a moment": 3,
 }
 DRIFT = "slow drift of one unit"
-RATES = (1.01, 1.02, 1.03)
-EARLY = (16, 24, 40, 64)
+RATES, EARLY = (1.01, 1.02, 1.03), (16, 24, 40, 64)
 EARLY_LOSS = "loss x 10 at step 16 to 64 of a run"
 REPLICAS, CHECK_EVERY = 8, 16
 REPLICA_FAULTS = {
