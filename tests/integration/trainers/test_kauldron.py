@@ -57,10 +57,8 @@ class TestKauldron(TrainerTests):
         return Run(state.params, state.opt_state, state)
 
     def restored(self, tx, folder):
-        run = trainer(tx, STOP + 1, folder)
-        run.train()
-        state = run.checkpointer.restore(run.init_state())
-        return Run(state.params, state.opt_state, folder)
+        trainer(tx, STOP + 1, folder).train()  # stores its state after `STOP` steps
+        return self.train(tx, STOP, STOP, folder)._replace(rest=folder)
 
     def converted(self, tx, half, folder):
         state = gcx.convert_state(of_ours("both"), half.opt_state, half.params, reduction="mean")
