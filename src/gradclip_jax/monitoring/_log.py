@@ -63,7 +63,7 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
     found = Names(*(tuple(y[1] for x in keys if (y := re.fullmatch(p, x))) for p in patterns))
     names = names._replace(clips=found.clips) if names else found
     rows = Rows.zeros(len(table), names)
-    rows.step[:] = list(table)
+    rows.step[:], rows.factors[:] = list(table), 1  # a clip that is not in a line has not clipped
     columns = {key: (column, int(flags)) for key, column, flags in _columns(rows, names)}
     for i, line in enumerate(table.values()):
         words = str(line.get("outcome", "applied")).split()
@@ -149,11 +149,12 @@ def _latest(lines: Iterable[Line]) -> dict[int, Line]:
 
 def _parsed(path: pathlib.Path, pattern: str) -> list[Line]:
     """Return the lines of a file that are JSON or match the pattern."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     if path.suffix == ".csv":
         return list(csv.DictReader(text.splitlines(), restkey="", skipinitialspace=True))
     if '"log_history"' in text:
-        return json.loads(text)["log_history"]
+        history = json.loads(text)["log_history"]
+        return [x for x in history if "train_runtime" not in x]  # the last line has means
     lines: list[Line] = []
     for line in text.split("\n"):  # JSON strings may contain U+2028
         if re.match(r'\s*\{\s*"', line):

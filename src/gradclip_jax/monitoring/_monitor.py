@@ -164,7 +164,7 @@ class Monitor:
         self._totals.append(rows.of_tree())
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
         decision = self._policy.update(self.rows, self._recent, next_step, saved)
-        near = [x.step + i for x in incidents for i in range(-_AROUND, _AROUND + 1)]
+        near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
         lines += to_lines(rows, self.names, with_units)
         lines += [x._asdict() for x in incidents]
@@ -331,14 +331,14 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     Args:
         norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
             Non-finite norms are ignored.
-        percentile: Percentage of steps that should not be clipped, from 0 to 100.
+        percentile: Percentage of steps that should not be clipped, from 1 to 100.
 
     Returns:
         The percentile of the finite norms, a positive number.
 
     Raises:
         ValueError: If no norm is finite, if the percentile of the norms is not positive, or if
-            `percentile` is outside [0, 100].
+            `percentile` is outside [1, 100].
         TypeError: If called inside jit.
 
     Examples:

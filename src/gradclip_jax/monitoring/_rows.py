@@ -170,22 +170,22 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         ValueError: If the rows belong to other parameters, or to several runs.
     """
     values, clips, checksum = jax.device_get(row)
-    if values.ndim > 2:
+    # The others were never written. `unique` sorts them by step; `last_row` repeats a row while an
+    # accumulation around `watch` is open.
+    written = np.unique(values[values[..., 2] != 0], axis=0)
+    if values.ndim > 2 or np.any(np.diff(written[:, 0]) == 0):
         hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."
-        raise value_error("state", "the rows of one run", f"rows of {len(values)} runs", hint)
+        raise value_error("state", "the rows of one run", "those of several runs", hint)
     if np.any(checksum != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
         hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
-    values = np.atleast_2d(values)
-    values = values[values[:, 2] != 0]  # the others were never written
-    values = values[np.argsort(values[:, 0])]
-    floats = np.ascontiguousarray(values[:, NUM_INTS:]).view(np.float32).astype(np.float64)
+    floats = np.ascontiguousarray(written[:, NUM_INTS:]).view(np.float32).astype(np.float64)
     sizes = 1, 2, 4 * (1 + len(names.units)), len(names.taps) * math.prod(SHAPE)
     loss, limits, table, sums, factors = np.split(floats, np.cumsum(sizes), axis=1)
-    table = np.moveaxis(table.reshape(len(table), -1, 4), 1, 2)
+    table = np.moveaxis(table.reshape(len(table), 1 + len(names.units), 4), 1, 2)
     taps = statistics(sums.reshape(len(sums), len(names.taps), *SHAPE))
-    step, batch_id, outcome, device = values[:, :NUM_INTS].astype(np.int64).T
+    step, batch_id, outcome, device = written[:, :NUM_INTS].astype(np.int64).T
     measured = loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps
     rows = Rows(step, batch_id, outcome, device, *measured)
     _complete(rows)

@@ -67,6 +67,12 @@ FILES = [
         [(1, 2.5, 1.5), (2, math.inf, 0), (3, 2, 1)],
     ),
     ("b.json", '{"log_history": [{"step": 2, "loss": 1, "grad_norm": 3.0}, {}]}', [(2, 1, 3)]),
+    (
+        "c.json",  # the last line has the mean of all losses
+        '{"log_history": [{"step": 2, "loss": 1}, {"step": 2, "train_loss": 9, "train_runtime": 3}]}',
+        [(2, 1, 0)],
+    ),
+    ("b.csv", "\ufeffstep,loss,norm\n7,2,1", [(7, 2, 1)]),
     ("c.jsonl", '{"train/step": 1, "train/loss": 1, "train/norm": 2, "eval/loss": 1}', [(1, 1, 2)]),
     ("e.jsonl", '{"step": 1, "loss": 1, "ae/norm": 5}\n{"step": 1, "norm": 2}', [(1, 1, 2)]),
     *(("train.log", OTHER_LINES.format(line), [values]) for line, *values in TEXT),
@@ -89,6 +95,11 @@ def test_repeated_and_rewound_steps_are_replaced():
     assert (rows.step.tolist(), rows.loss.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 4, 5, 6])
     rows, _ = read([*log, {"step": 3, "rewind_to": 3}])
     assert rows.step.tolist() == [0, 1, 2]
+
+
+def test_clips_that_are_not_in_a_line_have_not_clipped():
+    rows, names = read([{"loss": 1.0, "clip_factor": 0.5}, {"loss": 1.0}])
+    assert names.clips == ("clip_factor",) and rows.factors.tolist() == [[0.5], [1.0]]
 
 
 def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():

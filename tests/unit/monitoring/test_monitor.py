@@ -35,6 +35,10 @@ def train(state, first, last, update=UPDATE, **options):
     return state
 
 
+def one_step(size):
+    return TX.update(jax.tree.map(lambda x: x * size, PARAMS), TX.init(PARAMS), PARAMS)[1]
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -71,6 +75,17 @@ def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
     assert gcx.Monitor(PARAMS).read(gcx.last_row(state)).rows.step.tolist() == [29]
 
 
+def test_rows_of_open_windows_are_empty_or_repeated():
+    tx = gcx.accumulate_gradients(TX, 2)
+    monitor, state, stack = gcx.Monitor(PARAMS), tx.init(PARAMS), []
+    assert monitor.read(state).rows.step.size == 0
+    for i in range(5):
+        state = tx.update(grads_of(i), state, PARAMS)[1]
+        stack.append(gcx.last_row(state))
+    stack = jax.tree.map(lambda *x: np.stack(x), *stack)
+    assert monitor.read(stack).rows.step.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("state", "options", "error", "match"),
     [
@@ -80,6 +95,7 @@ def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
         (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
         (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
+        (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, "one run"),
     ],
 )
 def test_states_that_cannot_be_read_raise(state, options, error, match):
