@@ -111,27 +111,6 @@ def nan_micro_batch() -> Row:
     )
 
 
-def last_partial_window() -> Row:
-    batches, every = 10, 4
-    params = jnp.zeros(1)
-
-    def epoch(tx, state):
-        total = params
-        for _ in range(batches):
-            updates, state = tx.update(jnp.ones(1), state, params)
-            total = total + updates
-        return total, state
-
-    multi, ours = (
-        make(optax.sgd(1.0), every) for make in (optax.MultiSteps, gcx.accumulate_gradients)
-    )
-    lost, _ = epoch(multi, multi.init(params))
-    kept, state = epoch(ours, ours.init(params))
-    updates, _ = gcx.flush(ours, state, params)
-    steps = [f"{-float(x[0]):.0f} steps" for x in (lost, kept + updates)]
-    return f"{batches} micro-batches, windows of {every}", steps[0], f"{steps[1]} with `flush`"
-
-
 def main() -> None:
     about = environment()
     rows = [
@@ -139,7 +118,6 @@ def main() -> None:
         many_low_precision_leaves(),
         inside_shard_map(),
         nan_micro_batch(),
-        last_partial_window(),
     ]
     header = ("run", f"Optax {about['optax']}", "gradclip_jax")
     print(table([dict(zip(header, row, strict=True)) for row in rows]))

@@ -27,20 +27,13 @@ def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any
     cases = {"ours": case_of(model, row.ours), "Optax": case_of(model, OPTAX[row.theirs])}
     found = interleaved(cases, repetitions, group)
     ratio = float(np.median(found["ours"].seconds / found["Optax"].seconds))
+    ours, theirs = (1e3 * found[who].median / group for who in cases)
     return {
         "what": f"{name} / optax {row.theirs}",
-        "ms": _beside(*(1e3 * found[who].median / group for who in cases)),
-        "ratio": _marked(ratio),
+        "ms": f"{ours:.3g} / {theirs:.3g}",
+        "ratio": f"**{ratio:.2f}**" if ratio > GOAL else f"{ratio:.2f}",
         "spread": f"{found['ours'].spread:.0%} / {found['Optax'].spread:.0%}",
     }
-
-
-def _beside(ours: float, theirs: float) -> str:
-    return f"{ours:.3g} / {theirs:.3g}"
-
-
-def _marked(ratio: float) -> str:
-    return f"**{ratio:.2f}**" if ratio > GOAL else f"{ratio:.2f}"
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,20 +26,6 @@ FOLDER = Path(__file__).parent
 QUICK = ("fixed", "AutoClip", "StableAdamW")
 TUNING_SEEDS = (0, 1, 2, 3, 4)
 TEST_SEEDS = tuple(tuple(range(first, first + 5)) for first in (10, 15, 20))
-
-
-class Tuning(NamedTuple):
-    """A row of tuning.csv: one choice, the median and quartiles over the tuning seeds."""
-
-    problem: str
-    method: str
-    setting: str  # "grid" or "default"
-    learning_rate: float
-    value: float
-    median: float
-    low: float
-    high: float
-    failed: int
 
 
 class Test(NamedTuple):
@@ -62,7 +48,7 @@ def pairs() -> list[tuple[Problem, Method]]:
     ]
 
 
-def run_pair(problem_name: str, method_name: str, quick: bool) -> tuple[list[Tuning], list[Test]]:
+def run_pair(problem_name: str, method_name: str, quick: bool) -> list[Test]:
     """Tunes and tests; in a process of its own, which finds problem and method by name."""
     problem = next(problem for problem in PROBLEMS if problem.name == problem_name)
     method = next(method for method in METHODS if method.name == method_name)
@@ -73,10 +59,6 @@ def run_pair(problem_name: str, method_name: str, quick: bool) -> tuple[list[Tun
     defaults = [Choice(rate, method.default) for rate in problem.learning_rates]
     choices = list(dict.fromkeys(grid + defaults))  # most defaults are part of the grid
     results = dict(zip(choices, trainer(choices, TUNING_SEEDS), strict=True))
-    tuning = [
-        tuning_row(problem, method, "grid" if choice in grid else "default", choice, found)
-        for choice, found in results.items()
-    ]
     settings = {"tuned": best(grid, results), "default": best(defaults, results)}
     if method.name == "fixed":
         rate, value = settings["tuned"]
@@ -89,7 +71,7 @@ def run_pair(problem_name: str, method_name: str, quick: bool) -> tuple[list[Tun
                 Test(problem_name, method.name, setting, *choice, seed, loss, int(failed))
                 for seed, (loss, failed) in zip(seeds, losses, strict=True)
             ]
-    return tuning, tests
+    return tests
 
 
 def best(choices: list[Choice], results: dict[Choice, list[Result]]) -> Choice:
@@ -97,63 +79,36 @@ def best(choices: list[Choice], results: dict[Choice, list[Result]]) -> Choice:
     return min(choices, key=lambda choice: np.median([result.loss for result in results[choice]]))
 
 
-def tuning_row(
-    problem: Problem, method: Method, setting: str, choice: Choice, results: list[Result]
-) -> Tuning:
-    losses = [result.loss for result in results]
-    low, median, high = np.percentile(losses, [25, 50, 75])
-    failed = sum(result.failed for result in results)
-    return Tuning(problem.name, method.name, setting, *choice, median, low, high, failed)
-
-
 # Files
-
-
-def read_rows(path: Path, kind: Any) -> list[Any]:
-    """The rows of a CSV file, each field as `kind` annotates it; [] if there is no file."""
-    if not path.exists():
-        return []
-    types = kind.__annotations__
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            kind(**{field: types[field](word) for field, word in row.items()})
-            for row in csv.DictReader(file)
-        ]
-
-
-def write_rows(path: Path, rows: list[Any]) -> None:
-    """All at once: a study that is stopped here leaves the file as it was."""
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(rows[0]._fields)
-        for row in rows:
-            writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in row])
-    unfinished.replace(path)
 
 
 class Record:
     """The results in a folder, in the order of the study however they arrive."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.tuning: list[Tuning] = read_rows(folder / "tuning.csv", Tuning)
-        self.tests: list[Test] = read_rows(folder / "tests.csv", Test)
+        self.path = folder / "tests.csv"
+        self.tests: list[Test] = []
+        if self.path.exists():
+            types = Test.__annotations__
+            with self.path.open(newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    self.tests.append(Test(**{name: types[name](x) for name, x in row.items()}))
 
     def done(self) -> set[tuple[str, str]]:
-        return {(row.problem, row.method) for row in self.tests}
+        return {row[:2] for row in self.tests}
 
-    def add(self, tuning: list[Tuning], tests: list[Test]) -> None:
+    def add(self, tests: list[Test]) -> None:
         order = {(p.name, m.name): i for i, (p, m) in enumerate(pairs())}
-        pair = tests[0][:2]
-
-        def with_new(rows: list[Any], new: list[Any]) -> list[Any]:
-            others = [row for row in rows if row[:2] != pair and row[:2] in order]
-            return sorted(others + new, key=lambda row: order[row[:2]])
-
-        self.tuning, self.tests = with_new(self.tuning, tuning), with_new(self.tests, tests)
-        write_rows(self.folder / "tuning.csv", self.tuning)
-        write_rows(self.folder / "tests.csv", self.tests)
+        others = [row for row in self.tests if row[:2] != tests[0][:2] and row[:2] in order]
+        self.tests = sorted(others + tests, key=lambda row: order[row[:2]])
+        # All at once: a study that is stopped here leaves the file as it was.
+        unfinished = self.path.with_suffix(".unfinished")
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(Test._fields)
+            for row in self.tests:
+                writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in row])
+        unfinished.replace(self.path)
 
 
 # The command line
@@ -162,7 +117,7 @@ class Record:
 def read_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the CSV files")
+    add("--out", type=Path, default=FOLDER, metavar="DIR", help="folder of tests.csv")
     add("--only", default="", metavar="WORDS", help="problems or methods with these words in them")
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     add("--quick", action="store_true", help="does it run? 4 steps, few pairs")
@@ -193,7 +148,7 @@ def main(words: list[str] | None = None) -> None:
         futures = {pool.submit(run_pair, *pair, args.quick): pair for pair in left}
         try:
             for future in concurrent.futures.as_completed(futures):
-                record.add(*future.result())
+                record.add(future.result())
                 bar.set_postfix_str(", ".join(futures[future]), refresh=False)
                 bar.update()
         except BaseException:
