@@ -113,12 +113,8 @@ def nan_micro_batch() -> Row:
 
 def main() -> None:
     about = environment()
-    rows = [
-        *overflowing_norms(),
-        many_low_precision_leaves(),
-        inside_shard_map(),
-        nan_micro_batch(),
-    ]
+    others = many_low_precision_leaves(), inside_shard_map(), nan_micro_batch()
+    rows = [*overflowing_norms(), *others]
     header = ("run", f"Optax {about['optax']}", "gradclip_jax")
     print(table([dict(zip(header, row, strict=True)) for row in rows]))
     print(f"\njax {about['jax']}, {about['device']}, {about['cores']} cores")
