@@ -4,6 +4,7 @@ Traced values are not checked.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -76,6 +77,15 @@ def leaf_name(path: Path, index: Iterable[int] = ()) -> str:
     keys = tuple(key for key in path if str(key) != ".value")  # of a variable of Flax NNX
     name = jax.tree_util.keystr(keys, simple=True, separator="/")
     return name + "".join(f"[{i}]" for i in index)
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Number names that occur again: the key `a/b` has the name of the key `b` inside `a`."""
+    count, out = Counter[str](), list[str]()
+    for name in names:
+        count[name] += 1
+        out.append(name if count[name] == 1 else f"{name} ({count[name]})")
+    return out
 
 
 def is_traced(value: object) -> bool:

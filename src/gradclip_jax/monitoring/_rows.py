@@ -170,16 +170,16 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         ValueError: If the rows belong to other parameters, or to several runs.
     """
     values, clips, checksum = jax.device_get(row)
+    if np.any(checksum != names.checksum):
+        rule = f"the state of `watch` for parameters with {len(names.units)} units"
+        hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
+        raise value_error("state", rule, "a state for other names", hint)
     # The others were never written. `unique` sorts them by step; `last_row` repeats a row while an
     # accumulation around `watch` is open.
     written = np.unique(values[values[..., 2] != 0], axis=0)
     if values.ndim > 2 or np.any(np.diff(written[:, 0]) == 0):
         hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."
         raise value_error("state", "the rows of one run", "those of several runs", hint)
-    if np.any(checksum != names.checksum):
-        rule = f"the state of `watch` for parameters with {len(names.units)} units"
-        hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
-        raise value_error("state", rule, "a state for other names", hint)
     floats = np.ascontiguousarray(written[:, NUM_INTS:]).view(np.float32).astype(np.float64)
     sizes = 1, 2, 4 * (1 + len(names.units)), len(names.taps) * math.prod(SHAPE)
     loss, limits, table, sums, factors = np.split(floats, np.cumsum(sizes), axis=1)

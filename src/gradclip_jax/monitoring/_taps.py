@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import describe, leaf_name, leaf_path
+from .._checks import describe, distinct, leaf_name, leaf_path
 from .._errors import public, value_error
 from .._leaves import checked_leaves
 from .._mesh import vary, varying_axes
@@ -199,7 +199,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
         # The taps of a scan follow each other within each layer.
         tables.append(jnp.stack(sums, -3).reshape(-1, *SHAPE))
         names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path in paths]
-    return names, jnp.concatenate(tables)
+    return distinct(names), jnp.concatenate(tables)
 
 
 def statistics(sums: HostArray) -> HostArray:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import check_count, check_params, check_state, leaf_name, listed
+from .._checks import check_count, check_params, check_state, distinct, leaf_name, listed
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, is_measured, measured_shapes, wide_dtype
@@ -140,7 +140,7 @@ def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | No
     leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
     for (path, x), axes in zip(leaves, units.axes or (), strict=False):
         names += [leaf_name(path, i) for i in np.ndindex(*np.delete(np.shape(x), axes))]
-    return Names(units=tuple(names), taps=tuple(read_sums("taps", taps)[0]))
+    return Names(units=tuple(distinct(names)), taps=tuple(read_sums("taps", taps)[0]))
 
 
 @public

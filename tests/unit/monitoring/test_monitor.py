@@ -101,6 +101,8 @@ def test_rows_of_open_windows_are_empty_or_repeated():
 def test_states_that_cannot_be_read_raise(state, options, error, match):
     with pytest.raises(error, match=f"^Monitor.read: .*{match}"):
         gcx.Monitor(PARAMS, **options).read(state())
+    with pytest.raises(TypeError):
+        jax.jit(lambda state: gcx.Monitor(PARAMS).read(state).step)(TX.init(PARAMS))
 
 
 def test_a_monitor_is_told_which_of_two_states_it_reads():

@@ -80,6 +80,7 @@ DENSE = nnx.state(nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)), nnx.Param)
         (gcx.granularities.axis(0), PAIR, ["a/w[0]", "a/w[1]", "a/w[2]", "b"]),
         (gcx.granularities.layer(1), [PAIR["b"]], ["0[0]", "0[1]"]),
         ("leaf", DENSE, ["kernel"]),
+        ("leaf", {"a": {"w": PAIR["b"]}, "a/w": 3 * PAIR["b"]}, ["a/w", "a/w (2)"]),
         ("leaf", {"none": np.ones((0, 2), "f"), "value": np.ones(1, "f")}, ["value"]),
     ],
 )
