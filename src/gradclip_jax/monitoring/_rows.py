@@ -170,7 +170,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         ValueError: If the rows belong to other parameters, or to several runs.
     """
     values, clips, checksum = jax.device_get(row)
-    if np.any(checksum != names.checksum):
+    if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
         hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)

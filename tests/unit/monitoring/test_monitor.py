@@ -101,7 +101,10 @@ def test_rows_of_open_windows_are_empty_or_repeated():
 def test_states_that_cannot_be_read_raise(state, options, error, match):
     with pytest.raises(error, match=f"^Monitor.read: .*{match}"):
         gcx.Monitor(PARAMS, **options).read(state())
-    with pytest.raises(TypeError):
+
+
+def test_a_traced_state_cannot_be_read():
+    with pytest.raises(TypeError, match="traced array"):
         jax.jit(lambda state: gcx.Monitor(PARAMS).read(state).step)(TX.init(PARAMS))
 
 
