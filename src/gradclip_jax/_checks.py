@@ -159,7 +159,8 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> Non
 def check_dtype(argument: str, value: Any) -> None:
     """Raise if a value is not a real floating dtype."""
     try:
-        is_floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        # `jnp.dtype(None)` is float64.
+        is_floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except (TypeError, ValueError):
         is_floating = False
     if not is_floating:

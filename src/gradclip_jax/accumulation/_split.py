@@ -96,8 +96,11 @@ def bind_split(
     real: Number | None = None,
 ) -> Split:
     """Return how the arguments of a call are split, or raise if this is impossible."""
-    positions = batch_argnums, rng_argnums, argnums
-    batches, keys, chosen = (x if isinstance(x, Sequence) else (x,) for x in positions)
+    positions = ("batch_argnums", batch_argnums), ("rng_argnums", rng_argnums), ("argnums", argnums)
+    batches, keys, chosen = (x if isinstance(x, Sequence) else (x,) for _, x in positions)
+    for (name, _), places in zip(positions, (batches, keys, chosen), strict=True):
+        for i in places:
+            check_count(name, i, "Pass positions as for `jax.grad`.", low=-64)
     given = (*batches, *keys, *chosen)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:

@@ -177,7 +177,8 @@ def apply_rule(
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
 
     def select(new: Array, old: Array) -> Array:
-        return jnp.where(keeps, jnp.asarray(new).astype(old.dtype), old)
+        new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)  # never larger
+        return jnp.where(keeps, new, old)
 
     return threshold, jax.tree.map(select, proposed, state)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, describe, is_scalar
+from .._checks import check_callable, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
 from .._mask import Mask
 from .._mesh import varying_axes
@@ -143,6 +143,12 @@ def skip_if(
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
         rule_state = like_dtypes(rule_state, state.rule_state)
+        if shapes_of(rule_state) != shapes_of(state.rule_state):
+            must, hint = (
+                "a rule whose state keeps its shapes",
+                "Return a state like that of `init`.",
+            )
+            raise type_error("predicate", must, shortened(rule_state), hint)
         return state._replace(skipped_other=count, rule_state=rule_state)
 
     def fields(params: Tree) -> dict[str, Tree]:
