@@ -161,18 +161,21 @@ def microbatched_value_and_grad(
         combined = functools.partial(reduced, split=split, scales=scales, count=count)
         value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
         divisor = 1 / mean_weight if reduction == "sum" else count
-
-        def summed(total: Array, like: jax.ShapeDtypeStruct, param: Array) -> Array:
-            """Return a gradient, all-reduced over axes over which its argument is replicated."""
-            grad = divide(total, divisor).astype(like.dtype)
-            return sum_over(grad, varying_axes(grad) & axes - varying_axes(param))
-
-        grads = jax.tree.map(summed, totals, like, split.differentiated_of(args))
+        grad_of = functools.partial(_gradient, divisor, axes)
+        grads = jax.tree.map(grad_of, totals, like, split.differentiated_of(args))
         if has_weight:
             return (value, (total_weight, aux) if has_aux else total_weight), grads
         return (value, aux) if has_aux else value, grads
 
     return run
+
+
+def _gradient(
+    divisor: Scalar, axes: frozenset[str], total: Array, like: jax.ShapeDtypeStruct, param: Array
+) -> Array:
+    """Divide a sum, and all-reduce it over axes over which its argument is replicated."""
+    grad = divide(total, divisor).astype(like.dtype)
+    return sum_over(grad, varying_axes(grad) & axes - varying_axes(param))
 
 
 def _made_local(split: Split, args: Sequence[Tree]) -> tuple[Sequence[Tree], frozenset[str]]:
