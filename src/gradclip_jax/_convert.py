@@ -61,8 +61,9 @@ def convert_state(
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
-    of an accumulation is initialized as well, and so is that of one with another rule. Arrays are
-    cast to the dtypes of the new optimizer. Discarding accumulated micro-batches raises an error.
+    of an accumulation is initialized as well, and so is that of one with another rule. A `watch`
+    with another `history`, or with other clips inside, keeps only its step count. Arrays are cast
+    to the dtypes of the new optimizer. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -195,7 +196,11 @@ def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
     if type(like) is type(given):
         old, new = (jax.eval_shape(_without_inner, x) for x in (given, like))
         is_alike = jax.tree.structure(old) == jax.tree.structure(new)
-        return given if is_alike and old == new else like  # it may have another rule
+        if is_alike and old == new:
+            return given
+        if isinstance(like, WatchState):  # with another history, or other clips inside
+            return like._replace(step_count=given.step_count)
+        return like  # it may have another rule
     if isinstance(like, SkipNonfiniteState):
         total, streak = given.total_notfinite, given.notfinite_count
         return like._replace(skipped_nonfinite=total, consecutive_skips=streak)

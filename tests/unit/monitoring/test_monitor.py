@@ -198,6 +198,12 @@ def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp
     assert read_log(path).rows.loss[-16:].tolist() == list(range(72, 56, -1))
 
 
+def test_another_history_or_clip_continues_at_the_same_step():
+    tx = gcx.watch(optax.sgd(0.1), history=8)
+    state = gcx.convert_state(tx, train(TX.init(PARAMS), 0, 5), PARAMS)
+    assert gcx.Monitor(PARAMS).read(train(state, 5, 7, tx.update)).rows.step.tolist() == [5, 6]
+
+
 def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     path = tmp_path / "run.jsonl"
     state = train(TX.init(PARAMS), 0, 16, bad=(3,))
