@@ -291,3 +291,13 @@ def test_an_open_window_goes_on_with_windows_of_one():
         params, state = gcx.apply_gradients(acc(SGD, 1), jnp.full(2, grad), state, params)
         assert params.tolist() == [expected, expected]
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
+
+
+def test_a_transformation_before_an_accumulation_receives_zeros_for_weight_0():
+    inner = optax.chain(optax.trace(0.5), gcx.accumulate_gradients(optax.sgd(1.0), 2))
+    tx, params = gcx.skip_nonfinite(inner), jnp.zeros(2)
+    state = tx.init(params)
+    for grad, weight in ((4.0, 1.0), (jnp.nan, 0.0), (2.0, 1.0)):
+        grads = jnp.full(2, grad)
+        updates, state = tx.update(grads, state, params, weight=jnp.float32(weight))
+    np.testing.assert_array_equal(state.inner_state[0].trace, 3.0)

@@ -267,6 +267,8 @@ def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
 def _optimize(call: Call) -> _Result:
     """Run the innermost transformation if all guards accepted the gradient."""
     grads, before, accepted = call.grads, call.state, call.accepted
+    if (kept := call.is_weighted) is not True:  # a trace before an accumulation would keep a NaN
+        grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(kept, x, 0), grads)
     checking = [(i, x.check_step) for i, x, _ in reversed(call.outer) if x.check_step]
 
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
