@@ -56,6 +56,7 @@ NOT_REACHED = {
         ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.30},
         ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.20},
         ("PPO", "skip_spikes"): {"launches": 1.98},
+        ("PPO", "dynamic_loss_scale"): {"launches": 1.11},
         # Of 30 more launches 21 are of scalars: the weights of micro-batches, 1 by default.
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.32},
         ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.71},
