@@ -67,6 +67,13 @@ def shapes_of(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: list(np.shape(x)), tree)
 
 
+def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
+    """Raise if the next value of an integer in a user-defined state is not an integer."""
+    if jnp.issubdtype(dtype_of(new), jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
+        rule, got = "a rule whose state keeps its dtypes", f"{describe(new)} for {describe(old)}"
+        raise type_error(argument, rule, got, "Return floating-point numbers from `init`.")
+
+
 def leaf_path(argument: str, path: Path) -> str:
     """Format the path of a leaf as a Python expression, such as `params['w']`."""
     return argument + jax.tree_util.keystr(path)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, describe, is_scalar, shapes_of, shortened
+from .._checks import check_dtype_kept, check_number, describe, is_scalar, shapes_of, shortened
 from .._devices import map_arrays
 from .._errors import public, type_error
 from .._states import increment_where
@@ -177,6 +177,7 @@ def apply_rule(
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
 
     def select(new: Array, old: Array) -> Array:
+        check_dtype_kept("threshold", new, old)
         new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)  # never larger
         return jnp.where(keeps, new, old)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, describe, is_scalar, shapes_of, shortened
+from .._checks import check_callable, check_dtype_kept, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
 from .._mask import Mask
 from .._mesh import varying_axes
@@ -142,13 +143,14 @@ def skip_if(
     def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
-        rule_state = like_dtypes(rule_state, state.rule_state)
         if shapes_of(rule_state) != shapes_of(state.rule_state):
             must, hint = (
                 "a rule whose state keeps its shapes",
                 "Return a state like that of `init`.",
             )
             raise type_error("predicate", must, shortened(rule_state), hint)
+        jax.tree.map(functools.partial(check_dtype_kept, "predicate"), rule_state, state.rule_state)
+        rule_state = like_dtypes(rule_state, state.rule_state)
         return state._replace(skipped_other=count, rule_state=rule_state)
 
     def fields(params: Tree) -> dict[str, Tree]:

@@ -156,13 +156,16 @@ def skip_spikes(
     return gated(guard._replace(mask=mask, max_consecutive_skips=max_consecutive_skips), inner)
 
 
+_HINT = "Pass `gcx.thresholds.mean_std()`, or `allow_negative=True` to your own `Rule`."
+
+
 def _as_rule(argument: str, threshold: Threshold, low: float = 0.0) -> Rule:
     """Convert a threshold for values above `low` to a rule that needs no parameters."""
     rule = as_rule(argument, threshold, low=low)
     is_adaptive = bool(jax.tree.leaves(init_state(rule))) and not rule.counts_steps
     if rule.uses_params or (low < 0 and is_adaptive and not rule.allow_negative):
         must = "a threshold that needs no parameters and, for the loss, allows negative values"
-        raise value_error(argument, must, "another rule", "Pass `gcx.thresholds.mean_std()`.")
+        raise value_error(argument, must, "another rule", _HINT)
     return rule
 
 

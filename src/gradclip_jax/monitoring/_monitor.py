@@ -162,6 +162,8 @@ class Monitor:
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self._totals.append(rows.of_tree())
+        if len(self._totals) > _KEPT:  # many small arrays need much more memory
+            self._totals = [Rows.concatenate(self._totals)]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
         decision = self._policy.update(self.rows, self._recent, next_step, saved)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]

@@ -158,9 +158,10 @@ def _evidence(
     is_fatal = ~parameter | (rows.has(Outcome.APPLIED) & ~update)
     rewind = ACTIONS[min(num_rewinds, len(ACTIONS) - 1)]
     tried, none = "; earlier rewinds did not help" if rewind == "stop" else "", 0 * window
+    is_lost = is_fatal & (rewind != "stop")  # the first of two reasons to stop would be used
     for action, reason, is_known, num_left_out in (
         (rewind, f"non-finite parameters{tried}", is_fatal, np.maximum(num_bad, 1)),
-        ("stop", "non-finite parameters and no checkpoint to restore", is_fatal, none),
+        ("stop", "non-finite parameters and no checkpoint to restore", is_lost, none),
         (rewind, f"{LONG} consecutive skipped steps{tried}", num_skipped == LONG, num_skipped),
         ("stop", "guard_failed", has_failed, none),
         ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),

@@ -12,7 +12,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import check_count, check_params, check_state, distinct, leaf_name, listed
+from .._checks import (
+    check_choice,
+    check_count,
+    check_length,
+    check_params,
+    check_state,
+    distinct,
+    leaf_name,
+    listed,
+)
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, is_measured, measured_shapes, wide_dtype
@@ -229,7 +238,9 @@ def watch(
     """
     check_guard(inner, axis_name, mask)
     with_step = bool(replica_axis) or not {*of} <= {"gradient"}
-    check_count("history", history, "Pass the number of steps to keep.")
+    for kind in of:
+        check_choice("of", kind, KINDS)
+    check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
 

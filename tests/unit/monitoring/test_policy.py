@@ -132,14 +132,17 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     assert run.last.batch_ids == list(range(50, 70))
 
 
-def test_rewinds_that_do_not_help_lower_the_learning_rate_and_then_stop():
+@pytest.mark.parametrize(
+    "bad", [{"bad": [50, 51, 52]}, {"norms": dict.fromkeys((50, 51, 52), np.nan)}]
+)
+def test_rewinds_that_do_not_help_lower_the_learning_rate_and_then_stop(bad):
     run, actions = Run(saved=[0]), []
     for _ in range(5):
-        actions.append(run.read(62, bad=[50, 51, 52]))
+        actions.append(run.read(62, **bad))
         assert run.read(48) == actions[-1]  # until the run is rewound
         assert run.last.num_rewinds == len(actions)
         run.rewind()
-    assert run.last.batch_ids[:6] == [50, 51, 52, 160, 161, 162]
+    assert {50, 160} <= {*run.last.batch_ids}
     assert actions == ["rewind", "rewind", "rewind", "lower", "stop"]
     assert "earlier rewinds did not help" in run.last.reason
 
