@@ -278,11 +278,10 @@ def watch(
         for flag, is_set in [*flags.items(), *_events(before, after)]:
             outcome |= jnp.where(is_set, int(flag), 0)
         limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
-        ints = state.step_count, batch_id, outcome, device
+        count = state.step_count
         floats = loss, *limits, table, sums, *_clip_factors(after).values()
-        rows = _written(state.rows, state.step_count, ints, floats)
-        count = increment_where(state.step_count)
-        return output, WatchState(count, rows, state.checksum, inner_state)
+        rows = _written(state.rows, count, (count, batch_id, outcome, device), floats)
+        return output, WatchState(increment_where(count), rows, state.checksum, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
