@@ -36,7 +36,7 @@ help:  ## this list
 demo: $(VENV)/.installed-examples  ## train on real text: no clipping, clipping, accumulation
 	$(VENV)/bin/python examples/demo.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test  ## the suite with doctests and README, in three minutes
+test: $(VENV)/.installed-test  ## the suite with doctests and README, in two minutes
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-test  ## what is slow or rare: notebooks, processes, pages, large products
