@@ -28,7 +28,6 @@ from .monitoring._watch import WatchState
 
 _INNER: Final[dict[type, str]] = {  # name of the field that contains the inner state
     **{kind: x.inner for kind, x in KINDS.items() if x.inner},
-    WatchState: "inner_state",
     optax.MultiStepsState: "inner_opt_state",
     optax.ApplyIfFiniteState: "inner_state",
 }

@@ -76,7 +76,8 @@ class Detector:
         self.num_zeros, self.most_zeros = np.zeros((2, self.size + 1), int)
         self.least_zeros = np.append(1, np.full(self.size, LEAST_ZEROS))
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
-        self.count, self.last_row, self.last_kinds, self.streak = 0, 0, (), list[int]()
+        self.count, self.last_row, self.last_kinds = 0, 0, ()
+        self.streak, self.first_step = 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
@@ -174,12 +175,14 @@ class Detector:
         if row.taps[:, -1].any():
             parts.append(f"first non-finite {self.taps[np.flatnonzero(row.taps[:, -1])[0]]}")
         is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last_kinds)
-        self.streak = [step] if is_first else [*self.streak, step]
-        if not is_first:
-            parts.append(f"{len(self.streak)} times since step {self.streak[0]}")
+        if is_first:
+            self.first_step, self.streak = step, 0
+        self.streak += 1
+        if self.streak > 1:
+            parts.append(f"{self.streak} times since step {self.first_step}")
         self.last_row, self.last_kinds = self.count, tuple(faults)
         sentence = f"step {step}{batch}: {fates}, {'; '.join(parts)}"
-        fields = self.last_kinds, sentence, leaf, loss_threshold, batch_id, len(self.streak)
+        fields = self.last_kinds, sentence, leaf, loss_threshold, batch_id, self.streak
         return [Incident(step, *fields)]
 
 
