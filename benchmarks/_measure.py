@@ -50,15 +50,21 @@ class Timing:
         return Timing(self.seconds[chosen], self.scratch_bytes, self.peak_bytes, self.text)
 
 
+def compiled_together(cases: dict[Any, Case]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The jitted steps, and their programs, which are compiled in parallel."""
+    steps = {name: jax.jit(case.step, donate_argnums=0) for name, case in cases.items()}
+    lowered = [steps[k].lower(jax.eval_shape(x.carry), *x.args) for k, x in cases.items()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
+        programs = pool.map(lambda x: x.compile(), lowered)
+        return steps, dict(zip(cases, programs, strict=True))
+
+
 def interleaved(
     cases: dict[str, Case], repetitions: int, group: int = 1, warmup: int = 1
 ) -> dict[str, Timing]:
     """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
-    steps = {name: jax.jit(case.step, donate_argnums=0) for name, case in cases.items()}
+    steps, compiled = compiled_together(cases)
     carries = {name: case.carry() for name, case in cases.items()}
-    lowered = {name: steps[name].lower(carries[name], *cases[name].args) for name in cases}
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
-        compiled = dict(zip(cases, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
 
     def run(name: str, times: int) -> Any:
         # Called as users call it: a compiled program called by hand takes its arguments in Python.

@@ -38,8 +38,9 @@ class Model:
         """N, the bytes of the parameters."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.params))
 
+    @functools.cached_property
     def arrays(self) -> tuple[Tree, Tree]:
-        """Random parameters and a random batch."""
+        """Random parameters and a random batch, made once: the largest take seconds."""
         random, ranges = np.random.default_rng(0), iter(self.ranges)
 
         def weight(x: Any) -> jax.Array:

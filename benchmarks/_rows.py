@@ -212,7 +212,7 @@ ROWS = {
 
 def case_of(model: Model, make: Maker, scanned: int = 1) -> Case:
     """A step of a model, or a `scan` over `scanned` steps on the same batch."""
-    params, batch = model.arrays()
+    params, batch = model.arrays
     step = make(model)
 
     def carry() -> Any:

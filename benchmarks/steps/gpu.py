@@ -11,19 +11,20 @@ in turn, A B C A B C, in one process; the ratio is the median over neighbours in
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import _report
-from benchmarks._measure import Timing, interleaved
+from benchmarks._measure import Case, Timing, compiled_together, interleaved
 from benchmarks._models import Model, gpt, ppo, resnet
 from benchmarks._rows import EVERY, OPTAX, PER_EXAMPLE, ROWS, Maker, case_of
 from benchmarks.compiled import _hlo
@@ -58,7 +59,7 @@ SETTINGS = (
 )
 SMALL = (
     Setting("GPT-2 124M", lambda batch: gpt(2, 64, 512, batch, 16, scan=True), 8),
-    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 16, 4),
+    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 16, EVERY),
     Setting("ResNet-50", lambda batch: resnet((1,), 32, batch, 16, 10), 8),
 )
 # Steps with the same counterpart stand together, and are timed together.
@@ -81,8 +82,28 @@ def groups() -> list[tuple[str, Maker, dict[str, Maker]]]:
     return [*found, (aggregate, PER_EXAMPLE["Optax"], {"per-example": PER_EXAMPLE["ours"]})]
 
 
+@functools.cache
+def model_of(setting: Setting) -> Model:
+    """The model, with the batch that fills the device if the setting names none."""
+    batch = setting.batch or filling_batch(setting)
+    print(f"{setting.title}: batch {batch}", flush=True)
+    return setting.make(batch)
+
+
+def compile_steps(setting: Setting, model: Model) -> tuple[()]:
+    """Compile all steps of a model in parallel, into JAX's cache."""
+    compiled_together(
+        {
+            (theirs, name): case_of(model, make, setting.scanned)
+            for theirs, counterpart, ours in groups()
+            for name, make in ({theirs: counterpart} | ours).items()
+        }
+    )
+    return ()
+
+
 def filling_batch(setting: Setting) -> int:
-    """The largest multiple of 4 with which a step needs half of the device's memory, up to 64."""
+    """The largest multiple of 4 with which a step needs half of the device's memory, up to 32."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 << 30)
 
     def peak(batch: int) -> int:
@@ -94,19 +115,16 @@ def filling_batch(setting: Setting) -> int:
 
     small, large = peak(4), peak(8)
     each = max((large - small) / 4, 1)
-    return int(np.clip((limit / 2 - small) / each, 4, 64)) // 4 * 4
+    return int(np.clip((limit / 2 - small) / each, 4, 32)) // 4 * 4
 
 
 def rows_of(
     setting: Setting, model: Model, theirs: str, counterpart: Maker, ours: dict[str, Maker]
 ) -> _report.Rows:
     """One row for each of our steps that share a counterpart, two for an accumulation."""
-    windows = theirs.startswith("MultiSteps")
-    scanned = max(setting.scanned, EVERY) if windows and setting.scanned > 1 else setting.scanned
-    cases = {
-        name: case_of(model, make, scanned)
-        for name, make in ({"Optax": counterpart} | ours).items()
-    }
+    windows, scanned = theirs.startswith("MultiSteps"), setting.scanned
+    makers = {"Optax": counterpart} | ours
+    cases = {name: case_of(model, make, scanned) for name, make in makers.items()}
     phased = windows and scanned == 1  # each micro-step is timed: which one emits is known
     repetitions, warmup = (7 * EVERY, EVERY) if phased else (21, 1)
     found = interleaved(cases, repetitions, warmup=warmup)
@@ -143,31 +161,36 @@ def host_stops(text: str) -> int:
     return program.always.stops + sum(loop.stops for loop in program.optional)
 
 
-def workaround_rows(setting: Setting, model: Model, *, small: bool) -> Iterator[dict[str, str]]:
-    """For each workaround, the milliseconds of a step with it and with its alternatives."""
-    for i, (name, row, replacements) in enumerate(_workarounds.ALL):
-        cases, repetitions = {}, 21 if setting.scanned == 1 else 9
+def workaround_cases(setting: Setting, model: Model) -> dict[tuple[str, str], dict[str, Case]]:
+    """For each workaround and its step, the step as it is and with each alternative."""
+    found: dict[tuple[str, str], dict[str, Case]] = {}
+    for name, row, replacements in _workarounds.ALL:
         for label, replacement in {"now": {}, **replacements}.items():
             with _workarounds.replaced(replacement):
-                if small and i > 0:
-                    continue  # the names in the table are those of the library
                 case = case_of(model, ROWS[row].ours, setting.scanned)
                 # Traced here, because the replacement ends before the program is compiled.
-                traced = jax.jit(case.step).trace(case.carry(), *case.args)
-                cases[label] = dataclasses.replace(case, step=_workarounds.retraced(traced))
-        if not cases:
-            continue
-        found = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
-        now = found["now"]
-        for label in replacements:
-            # The mean, because in an accumulation one step in a window is longer.
-            ratio = float(np.mean(found[label].seconds) / np.mean(now.seconds))
-            ms = [1e3 * float(np.mean(x.seconds)) / setting.scanned for x in (now, found[label])]
+                traced = jax.jit(case.step).trace(jax.eval_shape(case.carry), *case.args)
+                step = _workarounds.retraced(traced)
+                found.setdefault((name, row), {})[label] = dataclasses.replace(case, step=step)
+    return found
+
+
+def workaround_rows(setting: Setting, model: Model, small: bool) -> Iterator[dict[str, str]]:
+    """For each alternative of a workaround, the milliseconds of a step with and without it."""
+    found = workaround_cases(setting, model)
+    measured = list(found.items())[: 1 if small else None]
+    compiled_together({(*key, label): x for key, cases in measured for label, x in cases.items()})
+    for (name, row), cases in measured:
+        repetitions = 21 if setting.scanned == 1 else 9
+        times = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
+        # The mean, because in an accumulation one step in a window is longer.
+        ms = {label: 1e3 * np.mean(x.seconds) / setting.scanned for label, x in times.items()}
+        for label in list(cases)[1:]:
             yield {
                 "what": f"{name}: {label}",
                 "step": row,
-                "ms now / instead": f"{ms[0]:.4g} / {ms[1]:.4g}",
-                "worth": f"{ratio - 1:+.1%}",
+                "ms now / instead": f"{ms['now']:.4g} / {ms[label]:.4g}",
+                "worth": f"{ms[label] / ms['now'] - 1:+.1%}",
             }
 
 
@@ -203,18 +226,18 @@ def run_tests(*, small: bool) -> int:
 
 
 def main() -> None:
-    """Run the tests, the steps, the workarounds and the floor, in this order."""
+    """Run the tests, the steps, the floor and the workarounds, in this order."""
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="small models, on any device")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no row later (8)")
     parser.add_argument("--out", type=pathlib.Path, default=_report.RESULTS, help="folder to write")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--no-tests", action="store_true", help="without the tests")
+    parser.add_argument("--parts", default="tests,steps,floor,workarounds", help="what to run")
     parser.add_argument("--commit", default=None, help="commit of the library, without git")
     options = parser.parse_args()
     status = 0
-    if not options.no_tests:  # before this process allocates the memory of the GPU
+    if "tests" in options.parts:  # before this process allocates the memory of the GPU
         status = run_tests(small=options.small)
     if jax.default_backend() != "gpu" and not options.small:
         parser.error(f"JAX finds no GPU, only {jax.devices()}; --small runs on any device")
@@ -223,32 +246,27 @@ def main() -> None:
     report = Report(options.out, options.commit or _report.commit())
     settings = [x for x in (SMALL if options.small else SETTINGS) if options.only in x.title]
 
-    def out_of_time(what: str) -> bool:
-        late = time.monotonic() - start > 60 * options.minutes
-        if late:
-            print(f"| {what}: not run, out of time |", flush=True)
-        return late
+    def add(section: str, what: str, rows: Callable[[], Iterable[dict[str, str]]]) -> None:
+        if time.monotonic() - start > 60 * options.minutes:
+            print(f"| {section}: {what}: not run, out of time |", flush=True)
+            return
+        try:
+            for row in rows():
+                report.add(section, row)
+        except Exception as error:  # out of memory: the rows that follow are still of use
+            print(f"| {section}: {what}: {str(error)[:500]} |", flush=True)
 
-    models: dict[str, Model] = {}
-    for setting, (theirs, counterpart, ours) in itertools.product(settings, groups()):
-        title = setting.title
-        if out_of_time(f"{title}: {', '.join(ours)}"):
-            continue
-        if title not in models:
-            batch = setting.batch or filling_batch(setting)
-            models[title] = setting.make(batch)
-            print(f"{title}: batch {batch}", flush=True)
-        for row in rows_of(setting, models[title], theirs, counterpart, ours):
-            report.add(title, row)
-    if not out_of_time("floor"):
-        for row in _floor.rows(small=options.small):
-            report.add("Over the floor", row)
-    for setting in settings:
-        if setting.title in models and not out_of_time(f"workarounds, {setting.title}"):
-            for row in workaround_rows(setting, models[setting.title], small=options.small):
-                report.add(f"Workarounds, {setting.title}", row)
-                if out_of_time("further workarounds"):
-                    break
+    for setting in settings if "steps" in options.parts else ():
+        model = model_of(setting)
+        add(setting.title, "compilation", functools.partial(compile_steps, setting, model))
+        for theirs, counterpart, ours in groups():
+            measure = functools.partial(rows_of, setting, model, theirs, counterpart, ours)
+            add(setting.title, ", ".join(ours), measure)
+    if "floor" in options.parts:
+        add("Over the floor", "clip", functools.partial(_floor.rows, small=options.small))
+    for setting in settings if "workarounds" in options.parts else ():
+        measure = functools.partial(workaround_rows, setting, model_of(setting), options.small)
+        add(f"Workarounds, {setting.title}", "all", measure)
     sys.exit(status)
 
 
