@@ -27,8 +27,7 @@ import optax
 import gradclip_jax as gcx
 from benchmarks.faults._models import MODELS
 from gradclip_jax.monitoring._detect import Detector
-from gradclip_jax.monitoring._rows import Outcome, read_stack
-from gradclip_jax.monitoring._watch import names_of
+from gradclip_jax.monitoring._rows import Outcome, names_of, read_stack
 
 WARM_UP, AT, STEPS = 400, 5, 80
 

@@ -49,7 +49,7 @@ from .accumulation._transform import accumulate_gradients as accumulate_gradient
 from .accumulation._microbatch import microbatched_value_and_grad as microbatched_value_and_grad
 from .accumulation._state import flush as flush, reset_accumulation as reset_accumulation
 from .gates._execute import apply_gradients as apply_gradients
-from ._states import has_updated as has_updated
+from ._states import has_updated as has_updated, metrics as metrics
 from ._rounding import round_stochastically as round_stochastically
 from ._stable_adamw import stable_adamw as stable_adamw
 
@@ -59,7 +59,6 @@ from .guarding._skip_if import SkipRule as SkipRule, skip_if as skip_if
 from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .guarding._loss_scale import scale_loss as scale_loss
 
-from .monitoring._metrics import metrics as metrics
 from .monitoring._watch import last_row as last_row, watch as watch
 from .monitoring._monitor import Monitor as Monitor, incidents as incidents
 

@@ -6,12 +6,10 @@ python -m gradclip_jax run.jsonl
 import argparse
 import importlib.util
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 
 from .diagnostics import plot_log, read_log
-from .monitoring._log import PATTERN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,12 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradclip_jax", description=description)
     parser.add_argument("log", help="JSON lines, CSV, trainer_state.json, or a text file")
     parser.add_argument("--prefix", help="start of the keys of one of several runs, such as g/")
-    pattern = "regular expression with the group `loss`, and optionally `step` and `norm`"
-    parser.add_argument("--pattern", default=PATTERN, help=f"for a text file: {pattern}")
     args = parser.parse_args(arguments)
     try:
-        monitor = read_log(args.log, prefix=args.prefix, pattern=args.pattern)
-    except (OSError, ValueError, re.error) as error:
+        monitor = read_log(args.log, prefix=args.prefix)
+    except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     # The first and the last incident of each streak, and each NaN that begins inside it.

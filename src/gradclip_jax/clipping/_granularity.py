@@ -17,11 +17,13 @@ from .._checks import (
     check_choice,
     check_length,
     describe,
+    distinct,
     labels_of,
+    leaf_name,
     leaf_path,
 )
 from .._errors import public, value_error
-from .._leaves import is_measured
+from .._leaves import is_measured, measured_shapes
 from .._types import Array, Labels, Path, Tree
 from ._norm import Axes, Units, leaf_units, slice_units, tree_units
 
@@ -67,6 +69,16 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
         return granularity
     check_choice("granularity", granularity, ("global", "leaf"))
     return Granularity(tree_units if granularity == "global" else leaf_units)
+
+
+def unit_names(granularity: Granularity, tree: Tree) -> list[str]:
+    """Return the names of all norms of a tree, in the order of the norms."""
+    units = granularity.cut(measured_shapes(tree), tree)
+    names = [str(label) for label in units.names]
+    leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
+    for (path, x), axes in zip(leaves, units.axes or (), strict=False):
+        names += [leaf_name(path, i) for i in np.ndindex(*np.delete(np.shape(x), axes))]
+    return distinct(names)
 
 
 @public

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +13,13 @@ import numpy as np
 from .._checks import check_number, shortened
 from .._errors import public, value_error
 from .._mask import Mask
-from .._states import plain_arrays
 from .._types import HostArray, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ._detect import Detector, Incident, from_lines
-from ._log import PATTERN, WORDS, LogSource, read_lines, to_json, to_lines, to_rows
+from ._log import LogSource, append_lines, read_lines
 from ._policy import Policy
-from ._rows import Names, Outcome, Row, Rows, read_stack
-from ._watch import find_watch, names_of, rows_of
+from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
+from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
@@ -118,7 +116,7 @@ class Monitor:
     ):
         self._log, self._which = log, which
         is_path = isinstance(log, (str, os.PathLike))
-        lines = read_lines(log, prefix="") if is_path and os.path.exists(log) else []
+        lines = read_lines(log) if is_path and os.path.exists(log) else []
         rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self._totals, self.incidents = [rows.of_tree()], from_lines(lines)
@@ -144,12 +142,10 @@ class Monitor:
             TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
             ValueError: If the state belongs to other parameters or to several runs.
         """
-        state = plain_arrays(state)
-        row = state if isinstance(state, Row) else rows_of(find_watch(state, self._which))
+        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
         rows, names = read_stack(row, self.names)
         if names != self.names:  # the names of clips are in the state
-            self._start(rows.take(slice(0)), names)
-            self._totals = []
+            self.names, self.rows, self._totals = names, rows.take(slice(0)), []
         lines, next_step = list[dict[str, Any]](), self.report.step
         if (step := self._first_new(rows)) < next_step:
             next_step = step
@@ -185,34 +181,29 @@ class Monitor:
         rows = Rows.concatenate(self._totals)
         if not len(rows.step):
             return "no steps"
-        fates = _listed({word: rows.has(flag).sum() for word, flag in WORDS.items()})
         clipped = np.sum(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
-        by_clip = _listed(dict(zip(self.names.clips, clipped, strict=True)))
-        kinds = _listed(Counter(kind for x in self.incidents for kind in x.kinds))
-        lines = [
-            f"steps {rows.step[0]} to {rows.step[-1]}: {fates}",
-            *([f"clipped steps: {by_clip}"] if self.names.clips else []),
-            f"incidents: {len(self.incidents)} ({kinds})",
-            *(f"the last: {x}" for x in self.incidents[-1:]),
-        ]
-        of_units = _gradient_norms(self.rows.take(self.rows.has(Outcome.HAS_UNITS)))
-        of_units = of_units[np.isfinite(of_units).all(1) & (of_units[:, 0] > 0)]
+        counts = {word: rows.has(flag).sum() for word, flag in WORDS.items()}
+        kinds = Counter(kind for x in self.incidents for kind in x.kinds)
+        lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_listed(counts)}"]
+        if clipped.size:
+            by_clip = _listed(dict(zip(self.names.clips, clipped, strict=True)))
+            lines.append(f"clipped steps: {by_clip}")
+        lines.append(f"incidents: {len(self.incidents)} ({_listed(kinds)})")
+        of_units = _usual_norms(self.rows.take(self.rows.has(Outcome.HAS_UNITS)))
         if of_units[:, 1:].size:
             shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
             largest = [f"{self.names.units[i]} {shares[i]:.0%}" for i in np.argsort(-shares)[:3]]
             lines.append(f"largest shares of the squared gradient norm: {', '.join(largest)}")
-        norms = _gradient_norms(rows)[:, 0]
-        usual = norms[np.isfinite(norms) & (norms > 0)]
-        if usual.size:
+        if (usual := _usual_norms(rows)[:, 0]).size:
+            norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0, 0]
             median, high = np.percentile(usual, [50, 99])
-            text = f"largest {usual.max():.3g}, non-finite in {np.sum(~np.isfinite(norms))} steps"
             threshold = float(f"{3 * high:.2g}")
-            skipped = f"{np.sum(~(norms <= threshold))} of {len(norms)} steps"
-            guard = f"skip_spikes(optimizer, norm={threshold:g})"
             lines += [
-                f"gradient norm: median {median:.3g}, {text}",
+                f"gradient norm: median {median:.3g}, largest {usual.max():.3g}, "
+                f"non-finite in {np.sum(~np.isfinite(norms))} steps",
                 f"suggested max_norm: {median:.2g}, the median",
-                f"suggested guard: {guard}, which would have skipped {skipped}",
+                f"suggested guard: skip_spikes(optimizer, norm={threshold:g}), which would have "
+                f"skipped {np.sum(~(norms <= threshold))} of {len(norms)} steps",
             ]
         return "\n".join(lines)
 
@@ -228,25 +219,18 @@ class Monitor:
         after a long way back, nothing is left to compare them with.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
-        both = (x.take(place) for x, place in zip((self.rows, rows), places, strict=True))
-        before, after = (np.column_stack([x.loss, x.norms[:, :, 0]]) for x in both)
+        before, after = (x.norms[i, :, 0] for x, i in zip((self.rows, rows), places, strict=True))
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
         return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
 
-    def _write(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _write(self, lines: Sequence[Line]) -> None:
         if self._log is None or jax.process_index():
             return
         if callable(self._log):
             for line in lines:
-                self._log(line)
-            return
-        text = "".join(json.dumps(to_json(line)) + "\n" for line in lines)
-        with open(self._log, "ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                # A process that was killed may have written half a line.
-                text = text if file.read() == b"\n" else "\n" + text
-            file.write(text.encode())
+                self._log(dict(line))
+        else:
+            append_lines(self._log, lines)
 
 
 @public
@@ -281,7 +265,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
 
 
 @public
-def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTERN) -> Monitor:
+def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     """Detect incidents in the log of a run, also of one that another trainer wrote.
 
     | log | what is read |
@@ -290,13 +274,12 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
     | lines of `metrics(state)` | all columns |
     | any other dictionaries, JSON lines, a CSV file | step, loss and gradient norm |
     | `trainer_state.json` of Hugging Face | the same |
-    | a text file | lines that match `pattern` |
+    | a text file | the same, where they are printed as `loss=2.5`, `lm loss: 2.5` or `loss 2.5` |
     | a step that occurs again after a resumption | the last line |
 
     Args:
         log: Sequence of dictionaries, or the path of a file.
         prefix: Start of the keys, such as `g/`. None finds it.
-        pattern: Regular expression with the groups `loss` and optionally `step` and `norm`.
 
     Returns:
         A monitor that has read all rows; see its `incidents` and `summary()`.
@@ -311,14 +294,13 @@ def read_log(log: LogSource, *, prefix: str | None = None, pattern: str = PATTER
         >>> print(monitor.incidents[0].step, monitor.incidents[0].kinds)
         99 ('loss',)
     """
-    lines = read_lines(log, prefix=prefix, pattern=pattern)
-    rows, names = to_rows(lines)
-    if not len(rows.step):
+    lines = read_lines(log, prefix=prefix)
+    monitor = Monitor(())
+    monitor._start(*to_rows(lines))
+    if not len(monitor.rows.step):
         hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."
         raise value_error("log", "a log with a loss or a gradient norm", shortened(log), hint)
-    monitor = Monitor(())
-    monitor._start(rows, names)
-    monitor.incidents, monitor._totals = from_lines(lines) or monitor._recent, [rows]
+    monitor.incidents, monitor._totals = from_lines(lines) or monitor._recent, [monitor.rows]
     return monitor
 
 
@@ -332,15 +314,14 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
 
     Args:
         norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
-            Non-finite norms are ignored.
+            Norms that are 0 or not finite are ignored.
         percentile: Percentage of steps that should not be clipped, from 1 to 100.
 
     Returns:
-        The percentile of the finite norms, a positive number.
+        The percentile of the norms, a positive number.
 
     Raises:
-        ValueError: If no norm is finite, if the percentile of the norms is not positive, or if
-            `percentile` is outside [1, 100].
+        ValueError: If all norms are ignored, or if `percentile` is outside [1, 100].
         TypeError: If called inside jit.
 
     Examples:
@@ -349,20 +330,18 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         3.0
     """
     check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
-    is_rows = isinstance(norms, Rows)
-    values = np.asarray(_gradient_norms(norms)[:, 0] if is_rows else norms, np.float64)
-    finite = values[np.isfinite(values)]
-    result = float(np.percentile(finite, percentile)) if finite.size else 0.0
-    if not result > 0:
-        got = f"{values.size} values, of which {np.sum(finite > 0)} are positive and finite"
-        hint = "Record steps with finite gradients first, or pass a higher percentile."
-        raise value_error("norms", "norms with a positive percentile", got, hint)
-    return result
+    values = _usual_norms(norms)[:, 0] if isinstance(norms, Rows) else np.asarray(norms, float)
+    positive = values[np.isfinite(values) & (values > 0)]
+    if not positive.size:
+        hint = "Record steps with finite gradients first."
+        raise value_error("norms", "norms that are not all 0 or non-finite", shortened(norms), hint)
+    return float(np.percentile(positive, percentile))
 
 
-def _gradient_norms(rows: Rows) -> HostArray:
-    """Return the norms of all gradients, of the whole tree and of each unit."""
-    return rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
+def _usual_norms(rows: Rows) -> HostArray:
+    """Return the gradient norms of the tree and of the units where they are finite and not 0."""
+    norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
+    return norms[np.isfinite(norms).all(axis=1) & (norms[:, 0] > 0)]
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -1,18 +1,22 @@
 """Rows: the measurements of consecutive steps on the host, from `watch` or from a log."""
 
+import contextlib
 import enum
 import json
 import math
+import re
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from .._errors import value_error
-from .._types import Array, HostArray, Scalar
-from ._taps import SHAPE, STATISTICS, statistics
+from .._mask import Mask, mask_leaves
+from .._types import Array, HostArray, Scalar, Tree
+from ..clipping._granularity import Granularity, unit_names
+from ._taps import SHAPE, STATISTICS, read_sums, statistics, tap_keys
 
 NUM_INTS, TREE = 4, 7
 """Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
@@ -26,7 +30,6 @@ class Outcome(enum.IntFlag):
     | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
     | `HAS_UNITS` | norms of units; in a log, only some rows have them |
     | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
-    | `HAS_NORM_LIMIT`, `HAS_LOSS_LIMIT` | a guard inside has this threshold |
     | `APPLIED` | the optimizer ran, or the update is nonzero |
     | `CLIPPED` | applied, and a factor is below 1 |
     | `SKIPPED` | a guard inside skipped the step |
@@ -50,7 +53,6 @@ class Outcome(enum.IntFlag):
     # The values are stored in checkpoints.
     HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
     HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
-    HAS_NORM_LIMIT, HAS_LOSS_LIMIT = 0x80, 0x100
     APPLIED, CLIPPED, HELD, UNCHANGED = 0x200, 0x400, 0x800, 0x1000
     SKIPPED = 0x2000
     SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
@@ -62,6 +64,20 @@ KINDS = ("gradient", "update", "parameter")
 
 MEASURED = Outcome.HAS_GRADIENT, Outcome.HAS_UPDATE, Outcome.HAS_PARAMETER
 """The flags of `KINDS`."""
+
+MEASURES = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm"
+"""The keys of the four numbers for the tree and for each unit, in the order in which `watch` writes
+them."""
+
+
+WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
+"""The words of the key `outcome`."""
+
+_ROW = {"loss", "gradient_norm", "outcome", "rewind_to"}
+"""A line with one of these keys is a row, or marks a rewind."""
+
+
+Line: TypeAlias = Mapping[str, Any]
 
 
 class Names(NamedTuple):
@@ -83,6 +99,12 @@ class Names(NamedTuple):
         return zlib.crc32(json.dumps([self.units, self.taps]).encode())
 
 
+def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | None) -> Names:
+    """Return the names of the units and taps that `watch` measures."""
+    units = unit_names(granularity, mask_leaves(mask, params, params))
+    return Names(units=tuple(units), taps=tuple(read_sums("taps", taps)[0]))
+
+
 class Rows(NamedTuple):
     """Measurements of consecutive steps as NumPy arrays, oldest first; see docs/rows.md.
 
@@ -94,7 +116,8 @@ class Rows(NamedTuple):
         outcome: int64[steps], flags of `Outcome`.
         device: int64[steps], index of the device whose parameters differ.
         loss: float64[steps].
-        limits: float64[steps, 2], smallest thresholds of guards for the gradient norm and the loss.
+        limits: float64[steps, 2], smallest thresholds of guards for the gradient norm and the loss;
+            0 without such a guard, and in rows of a log.
         norms: float64[steps, 3, 1 + units], norms of gradient, update and parameters; of the whole
             tree, then of each unit.
         nonfinite: float64[steps, 1 + units], number of non-finite elements of the gradient.
@@ -146,7 +169,7 @@ class Rows(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Rows of `watch` as an output of `lax.scan`; see `last_row`.
+    """Rows of `watch`, in its state or as an output of `lax.scan`; see `last_row`.
 
     Attributes:
         values: int32[..., columns]: step, batch id, outcome, the device that differs, and the bits
@@ -154,7 +177,7 @@ class Row(NamedTuple):
             non-finite elements, norms of gradient, update and parameters), the sums of the taps,
             and the smallest factor of each clip.
         clips: Dictionary whose keys are `Names.clips`, and whose values are None.
-        checksum: uint32[], `Names.checksum`.
+        checksum: uint32[], `Names.checksum`, by which a monitor recognizes other parameters.
     """
 
     values: Array
@@ -203,11 +226,79 @@ def _complete(rows: Rows) -> None:
     is_zero, is_measured = update[:, 0] == 0, rows.has(Outcome.HAS_UPDATE)
     # With `optax.partition`, some parameters may change although others are held.
     is_applied = has_run | ~is_zero
-    flags = {
-        Outcome.APPLIED: is_applied,
-        Outcome.CLIPPED: is_applied & np.any(rows.factors < 1, axis=1),
-        Outcome.HELD: ~is_applied & ~rows.has(Outcome.SKIPPED),
-        Outcome.UNCHANGED: has_run & is_measured & is_zero & (rows.norms[:, 0, 0] != 0),
-    }
-    for flag, is_set in flags.items():
-        rows.outcome[is_set] |= int(flag)
+    is_clipped = is_applied & np.any(rows.factors < 1, axis=1)
+    is_unchanged = has_run & is_measured & is_zero & (rows.norms[:, 0, 0] != 0)
+    rows.outcome[is_applied] |= int(Outcome.APPLIED)
+    rows.outcome[is_clipped] |= int(Outcome.CLIPPED)
+    rows.outcome[is_unchanged] |= int(Outcome.UNCHANGED)
+    rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.HELD)
+
+
+def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names]:
+    """Convert lines to rows, with the units and taps of `names`, or with all if it is None."""
+    table = _latest(lines)
+    keys = dict.fromkeys(key for line in table.values() for key in line)
+    patterns = "gradient_norm/(.*)", "(clip_factor.*)", "taps/(.*)/rms"
+    found = Names(*(tuple(y[1] for x in keys if (y := re.fullmatch(p, x))) for p in patterns))
+    names = names._replace(clips=found.clips) if names else found
+    rows = Rows.zeros(len(table), names)
+    rows.step[:], rows.factors[:] = list(table), 1  # a clip that is not in a line has not clipped
+    columns = {key: (column, int(flags)) for key, column, flags in _columns(rows, names)}
+    for i, line in enumerate(table.values()):
+        words = str(line.get("outcome", "applied")).split()
+        rows.outcome[i] = sum(WORDS.get(word, 0) for word in words)
+        for key in line.keys() & columns.keys():
+            column, flags = columns[key]
+            with contextlib.suppress(TypeError, ValueError):  # no number, nor the text of one
+                column[i] = float(line[key])
+                rows.outcome[i] |= flags
+    return rows, names
+
+
+def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
+    """Convert rows to the lines of a log; those of `with_units` include units and taps."""
+    columns = [(key, column.tolist(), int(x)) for key, column, x in _columns(rows, names)]
+    sparse = int(Outcome.HAS_UNITS | Outcome.HAS_TAPS)
+    outcome = np.where(with_units, rows.outcome, rows.outcome & ~sparse).tolist()
+    return [
+        {key: column[i] for key, column, flags in columns if flags & bits == flags}
+        | {"outcome": " ".join(word for word, flag in WORDS.items() if flag & bits)}
+        for i, bits in enumerate(outcome)
+    ]
+
+
+def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:
+    """Yield the key of each number in a line, its column, and the flags of rows that have it."""
+    yield "step", rows.step, Outcome(0)
+    yield "batch_id", rows.batch_id, Outcome.HAS_BATCH_ID
+    yield "device", rows.device, Outcome.REPLICA_DIFFERS
+    yield "loss", rows.loss, Outcome.HAS_LOSS
+    for i, clip in enumerate(names.clips):
+        yield clip, rows.factors[:, i], Outcome(0)
+    tables = rows.nonfinite, *np.moveaxis(rows.norms, 1, 0)
+    for name, table, flag in zip(MEASURES, tables, (MEASURED[0], *MEASURED), strict=True):
+        yield name, table[:, 0], flag
+        for i, unit in enumerate(names.units, 1):
+            yield f"{name}/{unit}", table[:, i], flag | Outcome.HAS_UNITS
+    for key, index in zip(tap_keys(names.taps), np.ndindex(rows.taps.shape[1:]), strict=True):
+        yield key, rows.taps[:, *index], Outcome.HAS_TAPS
+
+
+def _latest(lines: Iterable[Line]) -> dict[int, Line]:
+    """Return the line of each step, without those of steps that were repeated afterwards.
+
+    Lines that follow each other with the same step are one, such as the metrics of training and of
+    evaluation. Lines without a loss, a norm and an outcome are ignored.
+    """
+    table, last = dict[int, Line](), -1
+    for line in lines:
+        if "sentence" in line or _ROW.isdisjoint(line):
+            continue
+        step = line.get("step")
+        step = last + 1 if step in (None, "") else int(float(step))
+        if step < last or "rewind_to" in line:
+            table = {i: x for i, x in table.items() if i < step}
+        if "rewind_to" not in line:
+            table[step] = {**table.get(step, {}), **line}
+        last = step
+    return table

@@ -179,10 +179,14 @@ def metrics(stats: Tree) -> dict[str, float]:
         ['taps/layers/mlp[0]/mean', 'taps/layers/mlp[1]/mean']
     """
     names, sums = read_sums("stats", stats)
-    keys = [f"{kind}{key}" for kind in ("", "cotangent_") for key in STATISTICS]
     values = statistics(np.asarray(sums, np.float64)).ravel().tolist()
-    names = [f"taps/{name}/{key}" for name in names for key in keys]
-    return dict(zip(names, values, strict=True))
+    return dict(zip(tap_keys(names), values, strict=True))
+
+
+def tap_keys(names: Sequence[str]) -> list[str]:
+    """Return the keys of the statistics of all taps in a log."""
+    sides = [f"{name}/{side}" for name in names for side in ("", "cotangent_")]
+    return [f"taps/{side}{kind}" for side in sides for kind in STATISTICS]
 
 
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:

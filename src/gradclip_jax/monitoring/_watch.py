@@ -12,43 +12,21 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_choice,
-    check_count,
-    check_length,
-    check_params,
-    check_state,
-    distinct,
-    leaf_name,
-    listed,
-)
+from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, is_measured, measured_shapes, wide_dtype
+from .._leaves import checked_leaves, wide_dtype
 from .._mask import Mask, mask_leaves
 from .._mesh import reshard_like
 from .._run_if import Flag, like_dtypes
-from .._states import find_states, has_stepped, increment_where, plain_arrays, register_state
+from .._states import find_states, has_stepped, metrics, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
 from ..gates._extra_args import has_micro_batch, loss_of
-from ..gates._gate import ExtraArgs, check_guard
-from ._metrics import metrics
-from ._rows import KINDS, TREE, Names, Outcome, Row
+from ..gates._gate import check_guard
+from ._rows import KINDS, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
-
-_COUNTERS = {
-    "skipped_nonfinite": Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE,
-    "skipped_large_norm": Outcome.SKIPPED | Outcome.SKIPPED_LARGE_NORM,
-    "skipped_large_loss": Outcome.SKIPPED | Outcome.SKIPPED_LARGE_LOSS,
-    "skipped_other": Outcome.SKIPPED,
-    "empty_windows": Outcome.EMPTY_WINDOW,
-}
-"""Metrics that count events, and the flags of a step in which they increase."""
-
-_METRICS = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm"
-"""Metrics of the whole tree, in the order of the columns of `_measure`."""
 
 _IS_COUNT = np.arange(4) == 0
 
@@ -62,20 +40,18 @@ def _of_tree(column: int) -> property:
     return property(read)
 
 
-@register_state(*_METRICS, inner="inner_state", role="watch")
+@register_state(*MEASURES, inner="inner_state", role="watch")
 class WatchState(NamedTuple):
     """State of `watch`: a ring buffer with one row for each call.
 
     Attributes:
         step_count: int32[], number of calls.
-        rows: int32[history, columns]; see `Row`.
-        checksum: uint32[], a checksum of the names of units and taps.
+        rows: The last rows, int32[history, columns], and what they measure.
         inner_state: State of the inner transformation.
     """
 
     step_count: Scalar
-    rows: Array
-    checksum: Scalar
+    rows: Row
     inner_state: Tree
 
     nonfinite_elements, gradient_norm, update_norm, parameter_norm = map(_of_tree, range(4))
@@ -83,8 +59,9 @@ class WatchState(NamedTuple):
 
 def _last(state: WatchState) -> Array:
     """Return the row that was written last."""
-    place = jnp.expand_dims((state.step_count - 1) % state.rows.shape[-2], (-2, -1))
-    return jnp.take_along_axis(state.rows, place, -2)[..., 0, :]
+    rows = state.rows.values
+    place = jnp.expand_dims((state.step_count - 1) % rows.shape[-2], (-2, -1))
+    return jnp.take_along_axis(rows, place, -2)[..., 0, :]
 
 
 @public
@@ -115,41 +92,19 @@ def last_row(state: Tree) -> Row:
         >>> gcx.Monitor(params).read(rows).rows.step[[0, -1]].tolist()
         [0, 99]
     """
-    watched = find_watch(plain_arrays(state))
-    return rows_of(watched)._replace(values=_last(watched))
-
-
-def rows_of(state: WatchState) -> Row:
-    """Return all rows that a state holds, in any order."""
-    clips = dict.fromkeys(_clip_factors(jax.eval_shape(metrics, state.inner_state)))
-    return Row(state.rows, clips, state.checksum)
-
-
-def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
-    """Return the factors of all clips and groups among metrics."""
-    return {key: x for key, x in found.items() if key.startswith("clip_factor")}
+    watched = find_watch(state)
+    return watched.rows._replace(values=_last(watched))
 
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` inside an optimizer state, or number `which` of several."""
-    found = find_states(state, WatchState)
+    found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
         rule, got = "a state with one state of `watch`", listed(places) or type(state).__name__
         hint = "Pass the state of one `gcx.watch`, or its index as `gcx.Monitor(params, which=0)`."
         raise type_error("state", rule, got, hint)
     return found[which or 0][1]
-
-
-def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | None) -> Names:
-    """Return the names of the units and taps that `watch` measures."""
-    tree = mask_leaves(mask, params, params)
-    units = granularity.cut(measured_shapes(tree), tree)
-    names = [str(label) for label in units.names]
-    leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
-    for (path, x), axes in zip(leaves, units.axes or (), strict=False):
-        names += [leaf_name(path, i) for i in np.ndindex(*np.delete(np.shape(x), axes))]
-    return Names(units=tuple(distinct(names)), taps=tuple(read_sums("taps", taps)[0]))
 
 
 @public
@@ -250,8 +205,8 @@ def watch(
         inner_state = like_dtypes(inner_state, inner_state)
         names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
         size = TREE + 4 * (1 + len(names.units)) + read_sums("taps", taps)[1].size + len(clips)
-        rows = jnp.zeros((history, size), jnp.int32)
-        return WatchState(jnp.int32(0), rows, jnp.uint32(names.checksum), inner_state)
+        values, clips = jnp.zeros((history, size), jnp.int32), dict.fromkeys(clips)
+        return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
         check_state(state, WatchState)
@@ -259,7 +214,10 @@ def watch(
         leaves = checked_leaves("updates", masked)
         if params is not None or with_step:
             check_params(updates, params)
-        flags, batch_id, loss, sums = _read_extra_args(extra_args, axis_name, taps)
+        batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
+        if batch_id is not None:
+            check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
+        loss, sums = loss_of(extra_args, axis_name), _sums_of_taps(stats, taps)
         output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
         step = [leaves.beside(mask_leaves(mask, x, params)) for x in (output, params) if with_step]
@@ -272,40 +230,38 @@ def watch(
             is_due = state.step_count % check_every == 0
             compare = functools.partial(_other_replica, axis_name=replica_axis)
             differs, device = lax.cond(is_due, compare, lambda _: none, table[:, -1])
-        flags[Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER] = with_step
-        flags |= {Outcome.APPLIED: has_stepped(inner_state), Outcome.REPLICA_DIFFERS: differs}
-        outcome = jnp.int32(Outcome.HAS_UNITS)
+        flags: dict[int, Flag] = {
+            Outcome.HAS_GRADIENT: has_micro_batch(extra_args),
+            Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,
+            Outcome.HAS_UNITS: True,
+            Outcome.HAS_LOSS: loss is not None,
+            Outcome.HAS_BATCH_ID: batch_id is not None,
+            Outcome.HAS_TAPS: stats is not None,
+            Outcome.APPLIED: has_stepped(inner_state),
+            Outcome.REPLICA_DIFFERS: differs,
+        }
+        outcome = jnp.int32(0)
         for flag, is_set in [*flags.items(), *_events(before, after)]:
             outcome |= jnp.where(is_set, int(flag), 0)
+        ints = 0 if batch_id is None else batch_id, outcome, device
         limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
-        count = state.step_count
-        floats = loss, *limits, table, sums, *_clip_factors(after).values()
-        rows = _written(state.rows, count, (count, batch_id, outcome, device), floats)
-        return output, WatchState(increment_where(count), rows, state.checksum, inner_state)
+        floats = 0 if loss is None else loss, *limits, table, sums, *_clip_factors(after).values()
+        rows = _written(state.rows, state.step_count, ints, floats)
+        next_step = jnp.asarray(optax.safe_increment(state.step_count))
+        return output, WatchState(next_step, rows, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _read_extra_args(
-    extra_args: ExtraArgs, axis_name: AxisName, taps: Tree | None
-) -> tuple[dict[Outcome, Flag], Any, Any, Array]:
-    """Return flags, the batch id, the loss, and the sums of taps, which are 0 if not passed."""
-    batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
-    loss, (names, sums) = loss_of(extra_args, axis_name), read_sums("taps", taps)
-    if batch_id is not None:
-        check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
+def _sums_of_taps(stats: Tree | None, probes: Tree | None) -> Array:
+    """Return the sums of all taps, which are ignored if no statistics were passed."""
+    names, sums = read_sums("taps", probes)
     if stats is not None:
         found, sums = read_sums("taps", stats)
         if found != names:
             hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
             raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
-    flags: dict[Outcome, Flag] = {
-        Outcome.HAS_GRADIENT: has_micro_batch(extra_args),
-        Outcome.HAS_LOSS: loss is not None,
-        Outcome.HAS_BATCH_ID: batch_id is not None,
-        Outcome.HAS_TAPS: stats is not None,
-    }
-    return flags, 0 if batch_id is None else batch_id, 0 if loss is None else loss, sums
+    return sums
 
 
 def _measure(
@@ -335,13 +291,14 @@ def _measure(
     def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
         # With `jit`, the terms are traced once for all leaves of the same shape.
         terms = jax.jit(terms, static_argnums=1)
-        entries = totals(terms, *columns, units=units, axis_name=axis_name)
-        # Arrays that are sharded over explicit mesh axes are replicated, like their sum.
-        entries = [reshard_like(x, jnp.sum(x)) for x in entries]
-        # A unit without leaves has a scalar.
-        rows = [jnp.broadcast_to(x, (*x.shape[:-1], 2)).reshape(-1, 2) for x in entries]
+        rows = [jnp.zeros((0, 2), dtype)]
+        for x in totals(terms, *columns, units=units, axis_name=axis_name):
+            # An array that is sharded over explicit mesh axes is replicated, like its sum.
+            x = reshard_like(x, jnp.sum(x))
+            # A unit without leaves has a scalar.
+            rows.append(jnp.broadcast_to(x, (*x.shape[:-1], 2)).reshape(-1, 2))
         # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-        return fusion_barrier(jnp.concatenate([jnp.zeros((0, 2), dtype), *rows]))
+        return fusion_barrier(jnp.concatenate(rows))
 
     # The sums of the gradient are separate, so that XLA can release it before the step.
     sums = of_units(of_gradient, gradient)
@@ -371,25 +328,32 @@ def _other_replica(norms: Array, axis_name: AxisName) -> tuple[Scalar, Scalar]:
     return (distance[device] != 0) & jnp.isfinite(typical).all(), device
 
 
+def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
+    """Return the factors of all clips and groups among metrics."""
+    return {key: x for key, x in found.items() if key.startswith("clip_factor")}
+
+
 def _events(before: dict[str, Array], after: dict[str, Array]) -> Iterator[tuple[int, Flag]]:
     """Yield flags, and whether they are set, from the metrics before and after a step."""
-    yield Outcome.HAS_NORM_LIMIT, "skip_threshold" in after
-    yield Outcome.HAS_LOSS_LIMIT, "loss_threshold" in after
     yield Outcome.GUARD_FAILED, after.get("guard_failed", 0) > 0
     for key, value in after.items():
-        if flag := _COUNTERS.get(key.partition("/")[0]):
-            yield flag, value > before[key]
+        name = key.partition("/")[0]
+        if name.startswith("skipped_"):  # the flag of a cause has the name of its metric
+            yield Outcome.SKIPPED | WORDS.get(name, 0), value > before[key]
+        elif name == "empty_windows":
+            yield Outcome.EMPTY_WINDOW, value > before[key]
 
 
-def _written(rows: Array, count: Scalar, ints: Iterable[Any], floats: Iterable[Any]) -> Array:
+def _written(rows: Row, count: Scalar, ints: Iterable[Any], floats: Iterable[Any]) -> Row:
     """Write a row into the ring buffer."""
     wide = jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in floats])
     bits = lax.bitcast_convert_type(wide, jnp.int32)
-    row = jnp.concatenate([jnp.array(ints, jnp.int32), bits])[None]
-    if row.shape[1] != rows.shape[1]:
-        got = f"a state with {rows.shape[1]} values for each row instead of {row.size}"
+    new = jnp.concatenate([jnp.array([count, *ints], jnp.int32), bits])[None]
+    if new.shape[1] != rows.values.shape[1]:
+        got = f"a state with {rows.values.shape[1]} values for each row instead of {new.size}"
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
         raise value_error("state", "the state of this `watch`", got, hint)
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
-    rows = reshard_like(rows, row)
-    return lax.dynamic_update_slice_in_dim(rows, row, count % len(rows), 0)
+    values = reshard_like(rows.values, new)
+    values = lax.dynamic_update_slice_in_dim(values, new, count % len(values), 0)
+    return rows._replace(values=values)

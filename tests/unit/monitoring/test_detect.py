@@ -159,7 +159,7 @@ def test_an_unusual_loss_is_one_incident(name):
 
 def test_outcomes_of_the_device_become_kinds():
     rows, names = clean_rows(steps=100)
-    skipped = Outcome.SKIPPED | Outcome.SKIPPED_LARGE_NORM | Outcome.HAS_NORM_LIMIT
+    skipped = Outcome.SKIPPED | Outcome.SKIPPED_LARGE_NORM
     rows.outcome[80:] = (rows.outcome[80:] & ~int(Outcome.APPLIED)) | int(skipped)
     rows.limits[80:, 0] = 0.5
     rows.outcome[50] |= int(Outcome.EMPTY_WINDOW)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._log import read_lines, to_lines, to_rows
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.monitoring._rows import Names, Outcome, Rows, to_lines, to_rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"), ("embed", "h/mlp"))
 ALL = sum(x for x in Outcome if str(x.name).startswith("HAS_")) + Outcome.APPLIED + Outcome.CLIPPED
@@ -24,7 +24,9 @@ def random_rows(size):
     rows = Rows(*(np.float64(np.float32(random.uniform(0.1, 0.9, x.shape))) for x in shapes))
     step = np.arange(size)
     outcome, device = np.full(size, int(ALL)), np.zeros(size, int)
-    return rows._replace(step=step + 5, batch_id=3 * step, outcome=outcome, device=device)
+    limits = np.zeros((size, 2))  # these are in the incidents
+    columns = {"step": step + 5, "batch_id": 3 * step, "outcome": outcome, "device": device}
+    return rows._replace(limits=limits, **columns)
 
 
 @pytest.mark.parametrize("prefix", ["", "g/"])

@@ -155,7 +155,6 @@ def test_thresholds_and_causes_of_all_guards_are_in_the_row():
     tx = gcx.watch(gcx.skip_spikes(gcx.skip_spikes(SGD, norm=10.0, loss=4.0), norm=100.0))
     rows = rows_of_sizes(tx, *((x, {"value": 3.0}) for x in (1, 50, 500)), (1, {"value": 5.0}))
     assert rows.limits.tolist() == [[10, 4]] * 4  # the smallest
-    assert rows.has(Outcome.HAS_NORM_LIMIT).all() and rows.has(Outcome.HAS_LOSS_LIMIT).all()
     large = {"skipped", "skipped_large_norm"}
     assert fates(rows) == [{"applied"}, large, large, {"skipped", "skipped_large_loss"}]
 
