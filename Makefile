@@ -6,7 +6,9 @@ VENV ?= .venv
 # Added to pytest's own, so `make test PYTEST_ARGS='-n0 -k norm'` is one process, one name.
 # With FULL_COMPILE=1 tests compile as users do, not as cheaply as they can: see tests/conftest.py.
 PYTEST_ARGS ?=
-PYTEST = $(VENV)/bin/python -m pytest -n logical --maxprocesses=4 --dist loadgroup
+# Only xdist is loaded: pytest compiles the whole package of each plugin anew, such as hypothesis.
+PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(VENV)/bin/python -m pytest -p xdist.plugin -n logical \
+	--maxprocesses=4 --dist loadgroup
 DEMO_ARGS ?=
 
 # The first of several interpreters that really runs. (A version manager may put a

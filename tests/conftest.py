@@ -8,6 +8,7 @@ time. The graph optimisations of XLA (fusion, buffer assignment, collectives) st
 
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 # Read when JAX starts its first backend, so it has to be set before any test module is imported.
 # Where the user asks for an accelerator (JAX_PLATFORMS=cuda), its own devices are used.
@@ -42,6 +43,16 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=10_000_
 hypothesis.settings.load_profile("fuzz" if os.environ.get("FUZZ") else "suite")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # A file without a test that is selected is not imported, as that takes up to seconds.
+    selected = config.option.markexpr
+    if selected in ("slow", "not slow") and collection_path.match("test_*.py"):
+        text = collection_path.read_text("utf-8")
+        mark = "mark.slow" if selected == "slow" else "\npytestmark = pytest.mark.slow\n"
+        return True if (mark in text) != (selected == "slow") else None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # One process for each file, and for each row of the conformance suite: what they have
     # compiled is then compiled once. Only of use with `--dist loadgroup`.
@@ -56,6 +67,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Asked per test and not at collection, so that collecting does not start a backend.
     if item.get_closest_marker("gpu") and not _has_gpu():
         pytest.skip("needs a GPU")
+
+
+def pytest_sessionfinish() -> None:
+    # So that Python does not look for cycles among all traces and programs before it exits.
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

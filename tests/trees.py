@@ -26,7 +26,7 @@ def normal(shape, dtype="float32", *, seed=0, scale=1.0):
     values = rng.standard_normal(shape) * scale
     if np.issubdtype(np.dtype(dtype), np.complexfloating):
         values = values + 1j * rng.standard_normal(shape) * scale
-    return jnp.asarray(values.astype(dtype))
+    return jax.device_put(values.astype(dtype))
 
 
 def _mixed_dtypes() -> Any:

@@ -8,10 +8,8 @@ import re
 from pathlib import Path
 
 import jax
-import nbclient
 import nbformat
 import pytest
-from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -30,6 +28,8 @@ def digest(notebook: nbformat.NotebookNode) -> str:
 
 def tidy(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Text without HTML and colours of a terminal; pictures in 256 colours, half the bytes."""
+    from PIL import Image
+
     data = output.get("data", {})
     data.pop("text/html", None)
     if "text/plain" in data:
@@ -78,6 +78,8 @@ def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     """In this process; only `make notebooks` starts a kernel, whose outputs it stores."""
     notebook = nbformat.read(path, as_version=4)
     if os.environ.get("STORE_OUTPUTS"):
+        import nbclient
+
         # On Colab the first cell installs the package. Here it is installed, and is what we test.
         code_cells(notebook)[0].source = "import gradclip_jax  # and no %pip install"
         here = {"metadata": {"path": str(tmp_path)}}

@@ -160,12 +160,14 @@ def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
         chex.assert_trees_all_close(variables, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_variables_of_nnx_are_taken_and_returned():
     # tests/integration/trainers/test_nnx.py has the optimizer of NNX, flushed and reset.
     nnx = pytest.importorskip("flax.nnx")
     model, tx = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), gcx.accumulate_gradients(optax.adam(0.1), 3)
     params = nnx.state(model, nnx.Param)
     grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 2))) ** 2))(model)
+    assert sorted(gcx.Monitor(params).names.units) == ["bias", "kernel"]
     carry = params, tx.init(params)
     for _ in range(4):
         out = gcx.apply_gradients(tx, grads, *reversed(carry))
@@ -177,6 +179,7 @@ def test_the_variables_of_nnx_are_taken_and_returned():
     assert np.any(updates["kernel"][...]) and np.any(carry[0]["kernel"][...] != model.kernel[...])
 
 
+@pytest.mark.slow
 def test_an_nnx_model_runs_in_micro_batches_with_keys_and_statistics_of_their_own():
     nnx = pytest.importorskip("flax.nnx")
 
