@@ -1,11 +1,9 @@
 """Read the rows of `watch` on the host, report what happened, and write a log."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +18,6 @@ from ._log import LogSource, append_lines, read_lines
 from ._policy import Policy
 from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
 from ._watch import find_watch
-
-Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
 """The log has the norms of units at every step that this number divides."""
@@ -108,7 +104,7 @@ class Monitor:
         self,
         params: Tree,
         *,
-        log: Log = None,
+        log: str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None = None,
         granularity: Literal["global", "leaf"] | Granularity = "leaf",
         mask: Mask = None,
         taps: Tree | None = None,

@@ -226,10 +226,9 @@ def _complete(rows: Rows) -> None:
     is_zero, is_measured = update[:, 0] == 0, rows.has(Outcome.HAS_UPDATE)
     # With `optax.partition`, some parameters may change although others are held.
     is_applied = has_run | ~is_zero
-    is_clipped = is_applied & np.any(rows.factors < 1, axis=1)
     is_unchanged = has_run & is_measured & is_zero & (rows.norms[:, 0, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
-    rows.outcome[is_clipped] |= int(Outcome.CLIPPED)
+    rows.outcome[is_applied & np.any(rows.factors < 1, axis=1)] |= int(Outcome.CLIPPED)
     rows.outcome[is_unchanged] |= int(Outcome.UNCHANGED)
     rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.HELD)
 

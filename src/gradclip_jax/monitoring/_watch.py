@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -27,8 +26,6 @@ from ..gates._extra_args import has_micro_batch, loss_of
 from ..gates._gate import check_guard
 from ._rows import KINDS, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
-
-_IS_COUNT = np.arange(4) == 0
 
 
 def _of_tree(column: int) -> property:
@@ -306,7 +303,8 @@ def _measure(
     if units.axes is not None or units.names:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
-    return jnp.where(_IS_COUNT, table, norm_of_squares(table)).astype(jnp.float32)
+    is_count = jnp.arange(4) == 0
+    return jnp.where(is_count, table, norm_of_squares(table)).astype(jnp.float32)
 
 
 def _sums(axes: Axes, *terms: Array) -> Array:
