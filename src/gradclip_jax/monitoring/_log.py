@@ -72,8 +72,8 @@ def _parsed(path: pathlib.Path) -> list[Line]:
     if path.suffix == ".csv":
         return list(csv.DictReader(text.splitlines(), restkey="", skipinitialspace=True))
     if '"log_history"' in text:
-        history = json.loads(text)["log_history"]
-        return [x for x in history if "train_runtime" not in x]  # the last line has means
+        # The last line has means.
+        return [x for x in json.loads(text)["log_history"] if "train_runtime" not in x]
     lines: list[Line] = []
     for line in text.split("\n"):  # JSON strings may contain U+2028
         with contextlib.suppress(ValueError):  # half a line of a process that was killed

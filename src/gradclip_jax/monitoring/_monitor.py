@@ -142,13 +142,12 @@ class Monitor:
         rows, names = read_stack(row, self.names)
         if names != self.names:  # the names of clips are in the state
             self.names, self.rows, self._totals = names, rows.take(slice(0)), []
-        lines, next_step = list[dict[str, Any]](), self.report.step
-        if (step := self._first_new(rows)) < next_step:
-            next_step = step
-            lines.append({"step": step, "rewind_to": step})
-            self._policy.rewound(step)
-            self._totals = [x.take(x.step < step) for x in self._totals]
-            self._start(self.rows.take(self.rows.step < step), names)
+        lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
+        if next_step < self.report.step:
+            lines.append({"step": next_step, "rewind_to": next_step})
+            self._policy.rewound(next_step)
+            self._totals = [x.take(x.step < next_step) for x in self._totals]
+            self._start(self.rows.take(self.rows.step < next_step), names)
         rows = rows.take(rows.step >= next_step)
         incidents, last = self._detector.update(rows), self._policy.last
         self.incidents += incidents

@@ -16,7 +16,7 @@ from .._errors import value_error
 from .._mask import Mask, mask_leaves
 from .._types import Array, HostArray, Scalar, Tree
 from ..clipping._granularity import Granularity, unit_names
-from ._taps import SHAPE, STATISTICS, read_sums, statistics, tap_keys
+from ._taps import SHAPE, STATISTICS, read_sums, statistics
 
 NUM_INTS, TREE = 4, 7
 """Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
@@ -208,9 +208,8 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     loss, limits, table, sums, factors = np.split(floats, np.cumsum(sizes), axis=1)
     table = np.moveaxis(table.reshape(len(table), 1 + len(names.units), 4), 1, 2)
     taps = statistics(sums.reshape(len(sums), len(names.taps), *SHAPE))
-    step, batch_id, outcome, device = written[:, :NUM_INTS].astype(np.int64).T
-    measured = loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps
-    rows = Rows(step, batch_id, outcome, device, *measured)
+    ints = written[:, :NUM_INTS].T.astype(np.int64)
+    rows = Rows(*ints, loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps)
     _complete(rows)
     return rows, names._replace(clips=tuple(sorted(clips)))
 
@@ -234,10 +233,10 @@ def _complete(rows: Rows) -> None:
 
 
 def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names]:
-    """Convert lines to rows, with the units and taps of `names`, or with all if it is None."""
+    """Convert lines to rows without taps, with the units of `names`, or with all if it is None."""
     table = _latest(lines)
     keys = dict.fromkeys(key for line in table.values() for key in line)
-    patterns = "gradient_norm/(.*)", "(clip_factor.*)", "taps/(.*)/rms"
+    patterns = "gradient_norm/(.*)", "(clip_factor.*)"
     found = Names(*(tuple(y[1] for x in keys if (y := re.fullmatch(p, x))) for p in patterns))
     names = names._replace(clips=found.clips) if names else found
     rows = Rows.zeros(len(table), names)
@@ -255,10 +254,9 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
 
 
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
-    """Convert rows to the lines of a log; those of `with_units` include units and taps."""
+    """Convert rows to the lines of a log; those of `with_units` include units."""
     columns = [(key, column.tolist(), int(x)) for key, column, x in _columns(rows, names)]
-    sparse = int(Outcome.HAS_UNITS | Outcome.HAS_TAPS)
-    outcome = np.where(with_units, rows.outcome, rows.outcome & ~sparse).tolist()
+    outcome = np.where(with_units, rows.outcome, rows.outcome & ~int(Outcome.HAS_UNITS)).tolist()
     return [
         {key: column[i] for key, column, flags in columns if flags & bits == flags}
         | {"outcome": " ".join(word for word, flag in WORDS.items() if flag & bits)}
@@ -279,8 +277,6 @@ def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome
         yield name, table[:, 0], flag
         for i, unit in enumerate(names.units, 1):
             yield f"{name}/{unit}", table[:, i], flag | Outcome.HAS_UNITS
-    for key, index in zip(tap_keys(names.taps), np.ndindex(rows.taps.shape[1:]), strict=True):
-        yield key, rows.taps[:, *index], Outcome.HAS_TAPS
 
 
 def _latest(lines: Iterable[Line]) -> dict[int, Line]:

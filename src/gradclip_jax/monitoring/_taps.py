@@ -177,14 +177,9 @@ def metrics(stats: Tree) -> dict[str, float]:
         ['taps/layers/mlp[0]/mean', 'taps/layers/mlp[1]/mean']
     """
     names, sums = read_sums("stats", stats)
+    keys = [f"{side}{key}" for side in ("", "cotangent_") for key in STATISTICS]
     values = statistics(np.asarray(sums, np.float64)).ravel().tolist()
-    return dict(zip(tap_keys(names), values, strict=True))
-
-
-def tap_keys(names: Sequence[str]) -> list[str]:
-    """Return the keys of the statistics of all taps in a log."""
-    sides = [f"{name}/{side}" for name in names for side in ("", "cotangent_")]
-    return [f"taps/{side}{kind}" for side in sides for kind in STATISTICS]
+    return dict(zip((f"taps/{name}/{key}" for name in names for key in keys), values, strict=True))
 
 
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:

@@ -195,13 +195,14 @@ def watch(
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
+    tap_names, tap_sums = read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = inner.init(params)
         inner_state = like_dtypes(inner_state, inner_state)
         names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
-        size = TREE + 4 * (1 + len(names.units)) + read_sums("taps", taps)[1].size + len(clips)
+        size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
         values, clips = jnp.zeros((history, size), jnp.int32), dict.fromkeys(clips)
         return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
@@ -211,10 +212,14 @@ def watch(
         leaves = checked_leaves("updates", masked)
         if params is not None or with_step:
             check_params(updates, params)
-        batch_id, stats = extra_args.get("batch_id"), extra_args.get("taps")
+        loss, batch_id = loss_of(extra_args, axis_name), extra_args.get("batch_id")
         if batch_id is not None:
             check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
-        loss, sums = loss_of(extra_args, axis_name), _sums_of_taps(stats, taps)
+        stats = extra_args.get("taps")
+        found, sums = read_sums("taps", taps if stats is None else stats)
+        if found != tap_names:
+            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
+            raise value_error("taps", f"statistics of {listed(tap_names)}", listed(found), hint)
         output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
         step = [leaves.beside(mask_leaves(mask, x, params)) for x in (output, params) if with_step]
@@ -248,17 +253,6 @@ def watch(
         return output, WatchState(next_step, rows, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _sums_of_taps(stats: Tree | None, probes: Tree | None) -> Array:
-    """Return the sums of all taps, which are ignored if no statistics were passed."""
-    names, sums = read_sums("taps", probes)
-    if stats is not None:
-        found, sums = read_sums("taps", stats)
-        if found != names:
-            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
-    return sums
 
 
 def _measure(
