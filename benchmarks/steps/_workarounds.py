@@ -5,7 +5,6 @@ table stays true.
 """
 
 import contextlib
-import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.numpy as jnp
 from jax import lax
 
 import gradclip_jax
@@ -27,12 +25,12 @@ def _same(x: Any) -> Any:
     return x
 
 
+def _not_shared(scalar: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    return [scalar] * len(arrays)
+
+
 def _one_by_one(fun: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     return list(map(fun, *columns))
-
-
-def _as_vector(scalars: Sequence[jax.Array], *, is_sum: bool) -> jax.Array:
-    return functools.reduce(jnp.add if is_sum else jnp.maximum, scalars)
 
 
 def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any) -> Any:
@@ -54,9 +52,8 @@ ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
         "accumulate_gradients(clip)",
         _forms("_loop", "cond", "select"),
     ),
-    ("shared", "clip_by_global_norm", {"scalars": {"shared": _same}}),
+    ("shared", "clip_by_global_norm", {"scalars": {"shared": _not_shared}}),
     ("map_arrays", "adaptive_grad_clip", {"one by one": {"map_arrays": _one_by_one}}),
-    ("joined", "clip_by_leaf_norm", {"one after the other": {"joined": _as_vector}}),
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),
     ("fusion_barrier", "skip_nonfinite", {"without": {"fusion_barrier": _same}}),
 )

@@ -92,13 +92,10 @@ def model_of(setting: Setting) -> Model:
 
 def compile_steps(setting: Setting, model: Model) -> tuple[()]:
     """Compile all steps of a model in parallel, into JAX's cache."""
-    compiled_together(
-        {
-            (theirs, name): case_of(model, make, setting.scanned)
-            for theirs, counterpart, ours in groups()
-            for name, make in ({theirs: counterpart} | ours).items()
-        }
-    )
+    makers: dict[str, Maker] = {}
+    for theirs, counterpart, ours in groups():
+        makers |= {theirs: counterpart} | ours
+    compiled_together({name: case_of(model, x, setting.scanned) for name, x in makers.items()})
     return ()
 
 
@@ -187,22 +184,10 @@ def workaround_rows(setting: Setting, model: Model, small: bool) -> Iterator[dic
         ms = {label: 1e3 * np.mean(x.seconds) / setting.scanned for label, x in times.items()}
         for label in list(cases)[1:]:
             yield {
-                "what": f"{name}: {label}",
-                "step": row,
+                "what": f"{name}, {row}: {label}",
                 "ms now / instead": f"{ms['now']:.4g} / {ms[label]:.4g}",
                 "worth": f"{ms[label] / ms['now'] - 1:+.1%}",
             }
-
-
-class Report:
-    """Rows that are printed and written to a folder as soon as they are measured."""
-
-    def __init__(self, folder: pathlib.Path, commit: str) -> None:
-        self.folder, self.facts = folder, {"driver": driver(), "commit": commit}
-
-    def add(self, section: str, row: dict[str, Any]) -> None:
-        print(f"| {section}: " + " | ".join(map(str, row.values())) + " |", flush=True)
-        _report.write({section: [row]}, "GPU steps", folder=self.folder, **self.facts)
 
 
 def driver() -> str:
@@ -243,7 +228,7 @@ def main() -> None:
         parser.error(f"JAX finds no GPU, only {jax.devices()}; --small runs on any device")
     jax.config.update("jax_compilation_cache_dir", str(options.out / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    report = Report(options.out, options.commit or _report.commit())
+    facts = {"driver": driver(), "commit": options.commit or _report.commit()}
     settings = [x for x in (SMALL if options.small else SETTINGS) if options.only in x.title]
 
     def add(section: str, what: str, rows: Callable[[], Iterable[dict[str, str]]]) -> None:
@@ -252,7 +237,8 @@ def main() -> None:
             return
         try:
             for row in rows():
-                report.add(section, row)
+                print(f"| {section}: " + " | ".join(row.values()) + " |", flush=True)
+                _report.write({section: [row]}, "GPU steps", folder=options.out, **facts)
         except Exception as error:  # out of memory: the rows that follow are still of use
             print(f"| {section}: {what}: {str(error)[:500]} |", flush=True)
 
@@ -263,7 +249,7 @@ def main() -> None:
             measure = functools.partial(rows_of, setting, model, theirs, counterpart, ours)
             add(setting.title, ", ".join(ours), measure)
     if "floor" in options.parts:
-        add("Over the floor", "clip", functools.partial(_floor.rows, small=options.small))
+        add("A clip and AdamW alone", "floor", functools.partial(_floor.rows, small=options.small))
     for setting in settings if "workarounds" in options.parts else ():
         measure = functools.partial(workaround_rows, setting, model_of(setting), options.small)
         add(f"Workarounds, {setting.title}", "all", measure)

@@ -23,9 +23,10 @@ from .._checks import (
     is_float0,
     is_scalar,
 )
+from .._devices import summand
 from .._errors import named, public, type_error
 from .._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
-from .._run_if import Flag, like_dtypes, run_if
+from .._run_if import Flag, like_dtypes
 from .._states import find_role, find_states, increment_where
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ..gates._execute import gated
@@ -244,6 +245,20 @@ class MicroStep(NamedTuple):
     is_empty: Flag
     extra_args: ExtraArgs
 
+    def hold(self, accumulator: Tree) -> Tree:
+        """Return the accumulator, with the micro-batch if the window stays open.
+
+        The addition is not a conditional step, for whose predicate the host of a GPU would wait.
+        """
+        if self.holds is False:
+            return accumulator
+        # A skipped micro-batch may have any weight, and the constant True is none (see `summand`).
+        is_added = jnp.asarray(self.holds) & (self.state.mini_step > 0)
+        weight = None if self.weight is None else jnp.where(is_added, self.weight, 0)
+        grads = jax.tree.map(lambda x: x if is_float0(x) else summand(x, is_added), self.grads)
+        held = self._replace(grads=grads, starts=self.starts & is_added, weight=weight)
+        return held.add(accumulator)
+
     def add(self, accumulator: Tree, divisor: Scalar | None = None) -> Tree:
         """Add the micro-batch, divide the sum, and round it once."""
 
@@ -251,7 +266,8 @@ class MicroStep(NamedTuple):
             if is_float0(grad):
                 return total
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
-            start = jnp.where(self.starts, jnp.zeros_like(total), total)
+            # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
+            start = jnp.where(self.starts, jnp.full_like(total, -0.0), total)
             new = add_weighted(start, jnp.asarray(grad), self.weight)
             new = new if divisor is None else divide(new, divisor)
             return reshard_like(new.astype(total.dtype), total)
@@ -270,13 +286,11 @@ class MicroStep(NamedTuple):
 
     def finish(self, inner_state: Tree, accumulator: Tree, emitted: Flag) -> AccumulationState:
         """Return the next state, with the micro-batch in the accumulator if the window is open."""
-        if self.holds is not False:
-            accumulator = run_if(self.holds, self.add, accumulator)
         return self.state._replace(
             gradient_step=increment_where(self.state.gradient_step, emitted),
             emitted=jnp.asarray(emitted, jnp.int32),
             inner_opt_state=inner_state,
-            acc_grads=accumulator,
+            acc_grads=self.hold(accumulator),
         )
 
 

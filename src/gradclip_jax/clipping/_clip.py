@@ -97,7 +97,8 @@ def clip_grad_norm(
     known = known.astype(dtype)
     factor = scale_factor(known, jnp.asarray(max_norm, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
-    return leaves.replace([scale_leaf(x, shared(factor)) for x in leaves.arrays]), known
+    factors = shared(factor, leaves.arrays)
+    return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), known
 
 
 def norm_clip(
@@ -192,12 +193,13 @@ def _clipped(
     if units.names:
         columns = (zip(units.names, x, strict=True) for x in (norms, thresholds, factors))
         metrics = *({str(name): x for name, x in pairs} for pairs in columns), metrics[-1]
+    entries = units.entries
+    measured = [x for x, i in zip(leaves, entries, strict=True) if i is not None]
+    by_leaf = [factors[i] for i in entries if i is not None]
     if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
-        factors = [shared(factors[0])]
-    clipped = [
-        x if entry is None else scale_leaf(x, factors[entry])
-        for x, entry in zip(leaves, units.entries, strict=True)
-    ]
+        by_leaf = shared(factors[0], measured)
+    scaled = map(scale_leaf, measured, by_leaf)
+    clipped = [x if i is None else next(scaled) for x, i in zip(leaves, entries, strict=True)]
     return clipped, optax.tree.cast(metrics, jnp.float32)
 
 

@@ -35,10 +35,14 @@ SHARDED = gpt(2, 512, 5120, 32, 256, scan=True)
 # figures are in benchmarks/results.
 NOT_REACHED = {
     "cuda": {
-        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.08},
+        ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         ("PPO", "skip_spikes"): {"launches": 1.11},
-        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.07},
+        # A step that emits also rewrites the accumulator, so that the host waits only once.
+        ("PPO", "accumulate_gradients(clip)"): {"bytes, N": 1.02, "launches": 1.12},
+        ("PPO", "accumulate_gradients(clip), bfloat16"): {"bytes, N": 1.02, "launches": 1.12},
+        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.20},
+        ("scan GPT, small", "accumulate_gradients(clip)"): {"bytes, N": 1.04, "launches": 1.12},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05},
