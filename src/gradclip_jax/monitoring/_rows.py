@@ -209,7 +209,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     table = np.moveaxis(table.reshape(len(table), 1 + len(names.units), 4), 1, 2)
     taps = statistics(sums.reshape(len(sums), len(names.taps), *SHAPE))
     ints = written[:, :NUM_INTS].T.astype(np.int64)
-    rows = Rows(*ints, loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps)
+    rows = Rows._make([*ints, loss[:, 0], limits, table[:, 1:], table[:, 0], factors, taps])
     _complete(rows)
     return rows, names._replace(clips=tuple(sorted(clips)))
 

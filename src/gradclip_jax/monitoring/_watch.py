@@ -22,8 +22,8 @@ from .._states import find_states, has_stepped, metrics, plain_arrays, register_
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
-from ..gates._extra_args import has_micro_batch, loss_of
-from ..gates._gate import check_guard
+from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
+from ..gates._gate import ExtraArgs, check_guard
 from ._rows import KINDS, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
 
@@ -227,30 +227,13 @@ def watch(
         table = _measure(leaves.arrays, *step, units=units, axis_name=axis_name)
         before, after = metrics(state.inner_state), metrics(inner_state)
         table /= jnp.array([[1, before.get("loss_scale", 1), 1, 1]], jnp.float32)
-        differs, device = none = jnp.bool_(False), jnp.int32(0)
-        if replica_axis:
-            is_due = state.step_count % check_every == 0
-            compare = functools.partial(_other_replica, axis_name=replica_axis)
-            differs, device = lax.cond(is_due, compare, lambda _: none, table[:, -1])
-        flags: dict[int, Flag] = {
-            Outcome.HAS_GRADIENT: has_micro_batch(extra_args),
-            Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,
-            Outcome.HAS_UNITS: True,
-            Outcome.HAS_LOSS: loss is not None,
-            Outcome.HAS_BATCH_ID: batch_id is not None,
-            Outcome.HAS_TAPS: stats is not None,
-            Outcome.APPLIED: has_stepped(inner_state),
-            Outcome.REPLICA_DIFFERS: differs,
-        }
-        outcome = jnp.int32(0)
-        for flag, is_set in [*flags.items(), *_events(before, after)]:
-            outcome |= jnp.where(is_set, int(flag), 0)
+        differs, device = _other_replica(table[:, -1], replica_axis, state.step_count % check_every)
+        events = (Outcome.APPLIED, has_stepped(inner_state)), (Outcome.REPLICA_DIFFERS, differs)
+        outcome = _combined(*events, *_flags(extra_args, before, after, with_step))
         ints = 0 if batch_id is None else batch_id, outcome, device
         limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
         floats = 0 if loss is None else loss, *limits, table, sums, *_clip_factors(after).values()
-        rows = _written(state.rows, state.step_count, ints, floats)
-        next_step = jnp.asarray(optax.safe_increment(state.step_count))
-        return output, WatchState(next_step, rows, inner_state)
+        return output, _written(state, ints, floats)._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -305,19 +288,25 @@ def _sums(axes: Axes, *terms: Array) -> Array:
     return jnp.stack([reduce_axes(jnp.sum, x, axes) for x in terms], -1)
 
 
-def _other_replica(norms: Array, axis_name: AxisName) -> tuple[Scalar, Scalar]:
+def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
     """Return whether the norms of a replica differ, and the index of the one that differs most.
 
-    Replicas execute the same program on the same inputs, so their norms are identical bit for bit.
+    They are compared in phase 0 of the steps between two checks. Replicas execute the same program
+    on the same inputs, so their norms are identical bit for bit.
     """
-    count = lax.axis_size(axis_name)
-    is_own = jnp.arange(count)[:, None] == lax.axis_index(axis_name)
-    # `psum`, unlike `all_gather`, returns an array whose type is replicated.
-    rows = lax.psum(jnp.where(is_own, norms, 0), axis_name)
-    typical = jnp.sort(rows, axis=0)[count // 2]
-    distance = jnp.max(jnp.abs(rows - typical), axis=1)
-    device = jnp.argmax(distance).astype(jnp.int32)  # of the first NaN, if there is one
-    return (distance[device] != 0) & jnp.isfinite(typical).all(), device
+
+    def compare(norms: Array) -> tuple[Scalar, Scalar]:
+        count = lax.axis_size(axis_name)
+        is_own = jnp.arange(count)[:, None] == lax.axis_index(axis_name)
+        # `psum`, unlike `all_gather`, returns an array whose type is replicated.
+        rows = lax.psum(jnp.where(is_own, norms, 0), axis_name)
+        typical = jnp.sort(rows, axis=0)[count // 2]
+        distance = jnp.max(jnp.abs(rows - typical), axis=1)
+        device = jnp.argmax(distance).astype(jnp.int32)  # of the first NaN, if there is one
+        return (distance[device] != 0) & jnp.isfinite(typical).all(), device
+
+    none = jnp.bool_(False), jnp.int32(0)
+    return lax.cond(phase == 0, compare, lambda _: none, norms) if axis_name else none
 
 
 def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
@@ -325,8 +314,22 @@ def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
     return {key: x for key, x in found.items() if key.startswith("clip_factor")}
 
 
-def _events(before: dict[str, Array], after: dict[str, Array]) -> Iterator[tuple[int, Flag]]:
-    """Yield flags, and whether they are set, from the metrics before and after a step."""
+def _combined(*flags: tuple[int, Flag]) -> Array:
+    """Return an integer with all flags that are set."""
+    bits = [jnp.where(is_set, int(flag), 0) for flag, is_set in flags]
+    return functools.reduce(jnp.bitwise_or, bits)
+
+
+def _flags(
+    extra_args: ExtraArgs, before: dict[str, Array], after: dict[str, Array], with_step: bool
+) -> Iterator[tuple[int, Flag]]:
+    """Yield flags, and whether they are set, from the arguments and the metrics of a step."""
+    yield Outcome.HAS_UNITS, True
+    yield Outcome.HAS_GRADIENT, has_micro_batch(extra_args)
+    yield Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER, with_step
+    yield Outcome.HAS_LOSS, loss_argument(extra_args)[1] is not None
+    yield Outcome.HAS_BATCH_ID, extra_args.get("batch_id") is not None
+    yield Outcome.HAS_TAPS, extra_args.get("taps") is not None
     yield Outcome.GUARD_FAILED, after.get("guard_failed", 0) > 0
     for key, value in after.items():
         name = key.partition("/")[0]
@@ -336,16 +339,18 @@ def _events(before: dict[str, Array], after: dict[str, Array]) -> Iterator[tuple
             yield Outcome.EMPTY_WINDOW, value > before[key]
 
 
-def _written(rows: Row, count: Scalar, ints: Iterable[Any], floats: Iterable[Any]) -> Row:
+def _written(state: WatchState, ints: Iterable[Any], floats: Iterable[Any]) -> WatchState:
     """Write a row into the ring buffer."""
+    count, values = state.step_count, state.rows.values
     wide = jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in floats])
     bits = lax.bitcast_convert_type(wide, jnp.int32)
-    new = jnp.concatenate([jnp.array([count, *ints], jnp.int32), bits])[None]
-    if new.shape[1] != rows.values.shape[1]:
-        got = f"a state with {rows.values.shape[1]} values for each row instead of {new.size}"
+    row = jnp.concatenate([jnp.array([count, *ints], jnp.int32), bits])[None]
+    if row.shape[1] != values.shape[1]:
+        got = f"a state with {values.shape[1]} values for each row instead of {row.size}"
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
         raise value_error("state", "the state of this `watch`", got, hint)
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
-    values = reshard_like(rows.values, new)
-    values = lax.dynamic_update_slice_in_dim(values, new, count % len(values), 0)
-    return rows._replace(values=values)
+    values = reshard_like(values, row)
+    values = lax.dynamic_update_slice_in_dim(values, row, count % len(values), 0)
+    rows, count = state.rows._replace(values=values), jnp.asarray(optax.safe_increment(count))
+    return state._replace(step_count=count, rows=rows)
