@@ -136,12 +136,12 @@ def flush(
         is_other = covered <= places and path in places - covered and not is_float0(update)
         return jnp.zeros_like(update) if is_other else update
 
-    def emit(state: Tree) -> tuple[Tree, Tree]:
+    def close(state: Tree) -> tuple[Tree, Tree]:
         nothing = jax.tree.map(zero, params_of(params))
         updates, flushed = update(nothing, state, params, **ours, **extra_args)
         return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
-    updates, flushed = run_step(is_open, emit, arrays)
+    updates, flushed = run_step(is_open, close, arrays)
     return updates, with_structure_of(state, flushed)
 
 

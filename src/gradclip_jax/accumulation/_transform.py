@@ -274,7 +274,7 @@ class MicroStep(NamedTuple):
 
         return jax.tree.map(add, accumulator, self.grads)
 
-    def emit(self, accumulator: Tree) -> tuple[Tree, Tree]:
+    def window_gradient(self, accumulator: Tree) -> tuple[Tree, Tree]:
         """Return the gradient of the window and the next accumulator, which share buffers."""
         is_mean, has_buffer = self.reduction == "mean", bool(jax.tree.leaves(accumulator))
         if not has_buffer and (is_mean or self.weight is None):  # keep the dtype of the gradient

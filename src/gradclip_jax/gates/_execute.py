@@ -181,11 +181,11 @@ def _execute(
             check_same_structure(grads, params_of(params))
         is_weighted = has_weight(extra_args, state)
         given = grads, params, target, grads, state, extra_args, is_weighted
-        result = _run(Call(update.innermost, update.gates, *given), 0)
+        result = _run_gate(Call(update.innermost, update.gates, *given), 0)
     return (result.output if target is None else result.target), result.state
 
 
-def _run(call: Call, i: int) -> _Result:
+def _run_gate(call: Call, i: int) -> _Result:
     """Run the gate with index `i` and everything inside it."""
     if i == len(call.gates):
         return _optimize(call)
@@ -203,22 +203,23 @@ def _guard(call: Call, i: int, guard: Guard) -> _Result:
     if is_weighted is not True:
         accepts |= jnp.logical_not(is_weighted)
     inner = call._replace(grads=grads, state=state.inner_state, accepted=call.accepted & accepts)
-    result = _run(inner._replace(outer=(*call.outer, (i, guard, state))), i + 1)
+    result = _run_gate(inner._replace(outer=(*call.outer, (i, guard, state))), i + 1)
 
     skipped = call.accepted & ~accepts | (result.rejected_by == i)
     old = state._replace(inner_state=())
     new = guard.advance(old, observed, skipped)
-    is_used = result.accepted & result.progressed & is_weighted
-    new = optax.tree.where(skipped | is_used, new, old)
-    missed = result.is_empty | (is_weighted | skipped) & ~result.progressed
-    new = _count(guard, new, missed, reset=result.progressed)
+    # Rules also observe the gradients that their own guard skips.
+    is_observed = skipped | result.accepted & result.progressed & is_weighted
+    new = optax.tree.where(is_observed, new, old)
+    has_failed = result.is_empty | (is_weighted | skipped) & ~result.progressed
+    new = _count(guard, new, has_failed, reset=result.progressed)
     norm = jnp.where(is_weighted, norm.astype(jnp.float32), state.grad_norm)
     return result._replace(state=new._replace(grad_norm=norm, inner_state=result.state))
 
 
-def _count(guard: Guard, state: Tree, missed: Flag, reset: Flag = False) -> Tree:
+def _count(guard: Guard, state: Tree, has_failed: Flag, reset: Flag = False) -> Tree:
     """Count a step without an applied update in the state of a guard."""
-    streak = jnp.where(reset, 0, increment_where(state.consecutive_skips, missed))
+    streak = jnp.where(reset, 0, increment_where(state.consecutive_skips, has_failed))
     limit, failed = guard.max_consecutive_skips, state.guard_failed
     failed = failed if limit is None else jnp.where(streak >= limit, 1, failed)
     return state._replace(consecutive_skips=streak, guard_failed=failed)
@@ -229,31 +230,29 @@ def _accumulate(call: Call, i: int, accumulation: Accumulation) -> _Result:
     state, accepted = call.state, call.accepted if call.outer else None
     micro_step = accumulation.micro_step(call.grads, state, accepted, call.extra_args)
 
-    def close(carry: Tree) -> tuple[Tree, Tree]:
+    def emit(carry: Tree) -> tuple[Tree, Tree]:
         target, inner_state, accumulator, *_ = carry
-        mean, accumulator = micro_step.emit(accumulator)
-        inner = call._replace(target=target, grads=mean, state=inner_state)
+        grads, accumulator = micro_step.window_gradient(accumulator)
+        inner = call._replace(target=target, grads=grads, state=inner_state)
         inner = inner._replace(extra_args=micro_step.extra_args, is_weighted=True)
         checking = [x for x in reversed(call.outer) if x[1].checks_window]
         checks = [(j, guard.inspect(inner._replace(state=x))[0]) for j, guard, x in checking]
         accepted, rejected_by = _first_rejection(True, checks)
-        result = _run(inner._replace(accepted=accepted), i + 1)
+        result = _run_gate(inner._replace(accepted=accepted), i + 1)
         rejected_by = jnp.where(accepted, result.rejected_by, rejected_by)
         after = result.target, result.state, accumulator, result.progressed, rejected_by
         return result.output, after
 
     is_added = jnp.asarray(call.accepted & call.is_weighted)
     carry = call.target, state.inner_opt_state, state.acc_grads, is_added, jnp.int32(_NOBODY)
-    output, carry = run_step(micro_step.emits, close, carry)
+    output, carry = run_step(micro_step.emits, emit, carry)
     target, inner_state, accumulator, progressed, rejected_by = carry
     is_empty = micro_step.is_empty
     inner_state = _count_empty(call.gates[i + 1 :], inner_state, is_empty)
     emitted = micro_step.emits & (rejected_by > i)  # an outer guard drops the window
     state = micro_step.finish(inner_state, accumulator, emitted)
-    progressed &= jnp.logical_not(micro_step.is_empty)
-    return _Result(
-        output, target, state, call.accepted, progressed, micro_step.is_empty, rejected_by
-    )
+    progressed &= jnp.logical_not(is_empty)
+    return _Result(output, target, state, call.accepted, progressed, is_empty, rejected_by)
 
 
 def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
