@@ -1,9 +1,11 @@
 """Read the rows of `watch` on the host, report what happened, and write a log."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +20,8 @@ from ._log import LogSource, append_lines, read_lines
 from ._policy import Policy
 from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
 from ._watch import find_watch
+
+Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
 """The log has the norms of units at every step that this number divides."""
@@ -104,15 +108,14 @@ class Monitor:
         self,
         params: Tree,
         *,
-        log: str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None = None,
+        log: Log = None,
         granularity: Literal["global", "leaf"] | Granularity = "leaf",
         mask: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
     ):
-        self._log, self._which = log, which
-        is_path = isinstance(log, (str, os.PathLike))
-        lines = read_lines(log) if is_path and os.path.exists(log) else []
+        self._log, self._which = None if jax.process_index() else log, which
+        lines = [] if log is None or callable(log) or not os.path.exists(log) else read_lines(log)
         rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self._totals, self.incidents = [rows.of_tree()], from_lines(lines)
@@ -219,12 +222,10 @@ class Monitor:
         return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
 
     def _write(self, lines: Sequence[Line]) -> None:
-        if self._log is None or jax.process_index():
-            return
         if callable(self._log):
             for line in lines:
                 self._log(dict(line))
-        else:
+        elif self._log is not None:
             append_lines(self._log, lines)
 
 

@@ -1,5 +1,7 @@
 """Plots of training runs. Matplotlib is imported only when a plot is drawn."""
 
+from __future__ import annotations
+
 import textwrap
 from typing import Any
 

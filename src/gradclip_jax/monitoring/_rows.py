@@ -1,4 +1,4 @@
-"""Rows: the measurements of consecutive steps on the host, from `watch` or from a log."""
+"""Rows, the measurements of consecutive steps on the host, from `watch` and as lines of a log."""
 
 import contextlib
 import enum
@@ -69,15 +69,14 @@ MEASURES = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm
 """The keys of the four numbers for the tree and for each unit, in the order in which `watch` writes
 them."""
 
-
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`."""
 
 _ROW = {"loss", "gradient_norm", "outcome", "rewind_to"}
 """A line with one of these keys is a row, or marks a rewind."""
 
-
 Line: TypeAlias = Mapping[str, Any]
+"""A line of a log, with the keys that docs/rows.md describes."""
 
 
 class Names(NamedTuple):

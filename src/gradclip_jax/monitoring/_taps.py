@@ -1,5 +1,7 @@
 """Statistics of activations and cotangents, returned as the gradient with respect to a probe."""
 
+from __future__ import annotations
+
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
