@@ -1,6 +1,8 @@
 """Counts the incidents that `Detector` reports in runs of Adam on noise, without a fault.
 
-python -m benchmarks.faults.streams [--steps 16000]
+The table has the mean over the seeds, the most in one of them, and the kinds in all of them.
+
+python -m benchmarks.faults.streams [--steps 16000] [--seeds 4]
 """
 
 import argparse
@@ -42,9 +44,9 @@ def gradient_of(name, t, distance, rng):
     return (0.3 * distance * moving + noise) * of_step.get(name, 1.0)
 
 
-def run(name, steps):
+def run(name, steps, seed):
     """Return the rows of a run and the names of its leaves."""
-    rng, names = np.random.default_rng(0), Names(tuple(f"leaf {i}" for i in range(6)))
+    rng, names = np.random.default_rng(seed), Names(tuple(f"leaf {i}" for i in range(6)))
     rows = Rows.zeros(steps, names)
     rows.step[:] = np.arange(steps)
     rows.outcome[:] = int(sum(MEASURED) | Outcome.HAS_UNITS | Outcome.HAS_LOSS | Outcome.APPLIED)
@@ -68,12 +70,21 @@ def run(name, steps):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=16_000)
-    steps, lines = parser.parse_args().steps, []
+    parser.add_argument("--seeds", type=int, default=4)
+    args, lines = parser.parse_args(), []
     for name in STREAMS:
-        rows, names = run(name, steps)
-        found = Detector(names).update(rows)
-        kinds = collections.Counter(kind for incident in found for kind in incident.kinds)
-        lines.append({"run": name, "incidents": len(found), "kinds": str(dict(kinds))})
+        counts, kinds = [], collections.Counter()
+        for seed in range(args.seeds):
+            rows, names = run(name, args.steps, seed)
+            found = Detector(names).update(rows)
+            counts.append(len(found))
+            kinds.update(kind for incident in found for kind in incident.kinds)
+        cells = {
+            "incidents": f"{np.mean(counts):g}",
+            "most": max(counts),
+            "kinds": str(dict(kinds)),
+        }
+        lines.append({"run": name, **cells})
     print(table(lines))
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .._types import HostArray
-from ._outliers import LOG_LOSS, LONG, LOSS, PARAMETER, UPDATE, Levels
+from ._outliers import HISTORY, LOG_LOSS, LOSS, PARAMETER, UPDATE, Levels
 from ._rows import Names, Outcome, Rows
 
 NUM_ROUTINE = 4
-"""Infinite norms in LONG rows up to which they are routine overflows of a loss scale."""
+"""Infinite norms in HISTORY rows up to which they are routine overflows of a loss scale."""
 
 LEAST_ZEROS = 16
 """Consecutive zeros of a unit or of the loss that are reported."""
@@ -161,7 +161,7 @@ class Detector:
             self.overflows.append(self.count)
             if len(self.overflows) == 1:
                 faults["note"] = "others as rare as this one are not reported", _UNKNOWN
-            elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= self.count - LONG:
+            elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= self.count - HISTORY:
                 return []
         step, flags, leaf = int(row.step), Outcome(int(row.outcome)), ""
         batch_id = int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None

@@ -12,8 +12,8 @@ rows,
 
 and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
 is explained by the median change of all units, and that of the tree by the square root of the loss,
-as for a squared error. `tail` is an excess that the last `LONG` rows without outliers do not reach:
-their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
+as for a squared error. `tail` is an excess that the last `HISTORY` rows without outliers do not
+reach: their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
 
 Statistics are computed at fixed rows, at every row at first and then at every 16th row, so that
 incidents do not depend on how rows are split into reads. A few early outliers do not change them.
@@ -27,7 +27,7 @@ import numpy as np
 
 from .._types import HostArray
 
-WARM_UP, WINDOW, LONG = 16, 128, 2048
+WARM_UP, WINDOW, HISTORY = 16, 128, 2048
 """Rows without bounds, rows of a median, and rows of a tail."""
 
 EARLY, REFRESH = 64, 16
@@ -35,11 +35,9 @@ EARLY, REFRESH = 64, 16
 
 RULES = {
     # kind: bound in standard deviations, smallest ratio to the level, rows of a tail
-    "gradient": (3.5, 5.0, 60),
-    "unit": (3.5, 3.0, 3),
-    "tap": (3.5, 3.0, 3),
-    "update": (3.5, 3.0, 3),
-    "parameter": (3.5, 2.0, 3),
+    "gradient": (3.25, 5.0, 50),
+    "part": (3.0, 3.0, 3),  # a unit, a tap, or the update
+    "parameter": (3.0, 2.0, 3),
     "loss": (6.0, 1.5, 3),
 }
 """A tail is extrapolated by the decades in the number of rows divided by the last number: by 1.5
@@ -48,13 +46,11 @@ decades at most for the gradient norm of the tree, and by 2.8 for other values."
 AFTER = 32
 """Rows after an outlier that are not used for the tail, because a loss decays slowly."""
 
-LIMIT = math.log(15.0)
-"""The largest tail of a gradient norm. Otherwise a norm that often rises is never an outlier."""
+LIMIT, LIMIT_WIDTH = math.log(15.0), 4.25
+"""The largest tail of the gradient norm of the tree: a factor of 15, or 4.25 standard deviations if
+these are more. Otherwise a norm that often rises is never an outlier."""
 
-UNIT_FLOOR = math.log(5.0)
-"""Smallest rise of a unit relative to the others."""
-
-EARLY_RISE, EARLY_RATIO = math.log(3.0), math.log(8.0)
+EARLY_RISE, EARLY_JUMP = math.log(3.0), math.log(8.0)
 """The third early loss in a row that exceeds 3 times the first one is an outlier, and in the first
 WINDOW rows 8 times the largest previous loss."""
 
@@ -89,13 +85,12 @@ class Levels:
 
     def __init__(self, num_units: int, num_taps: int):
         self.units, self.count = slice(1, 1 + num_units), 0
-        kinds = ["gradient"] + ["unit"] * num_units + ["tap"] * num_taps
-        kinds += ["update", "parameter", "loss", "loss"]
+        kinds = ["gradient", *["part"] * (num_units + num_taps + 1), "parameter", "loss", "loss"]
         self.width, floor, self.few = np.array([RULES[kind] for kind in kinds]).T
         self.floor = np.log(floor)
         self.values, self.excesses, self.usual_excesses = np.full((3, 1, len(kinds)), np.nan)
-        self.last_outlier = np.full(len(kinds), -LONG)
-        self.last_drift = np.full(self.units.stop, -LONG)
+        self.last_outlier = np.full(len(kinds), -HISTORY)
+        self.last_drift = np.full(self.units.stop, -HISTORY)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
         """Compare the next rows, and remember them.
@@ -133,10 +128,10 @@ class Levels:
         index = self.count + np.arange(len(values))[:, None]
         last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
         self.last_outlier, self.count = last[-1], self.count + len(values)
-        self.values = _last(LONG, self.values, values)
+        self.values = _last(HISTORY, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
         usual = np.where(index - last < AFTER, np.nan, excess)
-        self.usual_excesses = _last(LONG, self.usual_excesses, usual)
+        self.usual_excesses = _last(HISTORY, self.usual_excesses, usual)
         return np.where(is_outlier, rise, 0)
 
     def _refresh(self) -> None:
@@ -145,18 +140,22 @@ class Levels:
         peak = quantiles(self.values[:, UPDATE], 0.99)[0]
         self.level[UPDATE] = np.fmax(self.level[UPDATE], peak)
         spread = 1.4826 * median(abs(self.excesses - self.usual))
-        low, high = quantiles(self.usual_excesses, 0.9, 0.99)
-        decades = np.log10(np.sum(~np.isnan(self.usual_excesses), axis=0).clip(1) / self.few)
-        tail = high + np.maximum(decades, 0) * (high - low) - self.usual
-        tail[0] = min(tail[0], LIMIT)
+        low, high, highest = quantiles(self.usual_excesses, 0.9, 0.99, 0.999)
+        rows = np.sum(~np.isnan(self.usual_excesses), axis=0)
+        decades, slope = np.log10(rows.clip(1) / self.few), high - low
+        # Norms can have a heavy tail. The quantile of 99.9 % is known after 1,000 rows.
+        end = np.where(rows < 1000, high, highest)
+        slope[:LOG_LOSS] = np.fmax(slope, end - high)[:LOG_LOSS]
+        tail = high + np.maximum(decades, 0) * slope - self.usual
+        tail[0] = min(tail[0], max(LIMIT, LIMIT_WIDTH * spread[0]))
         bound = np.fmax(self.width * spread, tail)
         # Gradient norms change early in training.
         self.early = max(1.0, 2.4 - self.count / 256)
-        bound[self.units] = self.early * np.fmax(bound[self.units], UNIT_FLOOR)
+        bound[self.units] = self.early * np.fmax(bound, self.floor)[self.units]
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax.reduce(self.excesses[:, LOG_LOSS]) - self.usual[LOG_LOSS]
-            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], np.fmax(top, 0) + EARLY_RATIO)
+            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], np.fmax(top, 0) + EARLY_JUMP)
         count = np.sum(~np.isnan(self.excesses), axis=0)
         bound[count < WARM_UP - 1] = np.inf  # the first value has no excess
         # Compare the loss, or its logarithm.

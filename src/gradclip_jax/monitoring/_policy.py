@@ -33,12 +33,12 @@ QUIET = 32
 BAD_ROWS, GAP = 3, 8
 """A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
 
-LONG = 32
+STUCK = 32
 """Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
 the number of consecutive skipped steps that lead to one."""
 
-EARLY, EARLY_RATIO = 64, 10.0
-"""In the first steps of a run, a loss above `EARLY_RATIO` times the first one is an outlier."""
+FIRST_STEPS, FIRST_RATIO = 64, 10.0
+"""In the first steps of a run, a loss above `FIRST_RATIO` times the first one is an outlier."""
 
 ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
 """What evidence for a rewind leads to, each time, and the number of steps without any after which
@@ -120,7 +120,9 @@ class Policy:
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
         num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
         count = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        for step, action, reason, batch_ids in sorted(_evidence(rows, is_bad, count)):
+        # Of two reasons at the same step, one to rewind wins over one to stop.
+        evidence = sorted(_evidence(rows, is_bad, count), key=lambda x: (x[0], x[1] == "stop"))
+        for step, action, reason, batch_ids in evidence:
             if step >= first_new and not self.is_pending:
                 self._confirm(rows.step, num_quiet[rows.step <= step])
                 if action == "stop" or self.good_step is not None:
@@ -132,8 +134,8 @@ class Policy:
             return _broadcast(self.last._replace(step=rows.end))
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
         action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
-        facts = action, "", self.good_step, self.last.batch_ids, count
-        return _broadcast(Decision(rows.end, *facts))
+        batch_ids = self.last.batch_ids
+        return _broadcast(Decision(rows.end, action, "", self.good_step, batch_ids, count))
 
     def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
         quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
@@ -162,7 +164,7 @@ def _evidence(
     for action, reason, is_known, num_left_out in (
         (rewind, f"non-finite parameters{tried}", is_fatal, np.maximum(num_bad, 1)),
         ("stop", "non-finite parameters and no checkpoint to restore", is_lost, none),
-        (rewind, f"{LONG} consecutive skipped steps{tried}", num_skipped == LONG, num_skipped),
+        (rewind, f"{STUCK} consecutive skipped steps{tried}", num_skipped == STUCK, num_skipped),
         ("stop", "guard_failed", has_failed, none),
         ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),
         ("rewind", "replicas differ", differs & (num_rewinds == 0), none),
@@ -176,7 +178,7 @@ def _evidence(
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:
             first, last, known = stretch[0], stretch[-1], stretch[-1] + GAP + 1
-            if len(steps) - first >= LONG * 2**num_rewinds:
+            if len(steps) - first >= STUCK * 2**num_rewinds:
                 known = min(known, len(steps) - 1)
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
@@ -188,7 +190,7 @@ def _evidence(
 def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
     """Return which steps were applied although the loss is an outlier or a gradient not finite."""
     first = rows.loss[:1]
-    limit = np.where((rows.step < EARLY) & (first > 0), EARLY_RATIO * first, np.inf)
+    limit = np.where((rows.step < FIRST_STEPS) & (first > 0), FIRST_RATIO * first, np.inf)
     for x in incidents:
         if "loss" in x.kinds:
             is_near = (rows.step >= x.step) & (rows.step < x.step + LASTING)
