@@ -139,6 +139,7 @@ def both_layers(p, example):
     return jnp.sum(jnp.sin(p["embed"][ids])) + jnp.sum((x @ p["w"]) ** 3) + jnp.sum(x @ p["w"])
 
 
+@pytest.mark.slow
 def test_derivatives_of_the_clipped_mean_are_those_of_clipped_written_gradients():
     params = {"embed": array(50, 16, seed=1), "w": array(16, 16, seed=2)}
     x = array(3, 2, 16, seed=3)
