@@ -1,7 +1,4 @@
-"""Command line: incidents, a summary and a plot of a training log.
-
-python -m gradclip_jax run.jsonl
-"""
+"""Print the incidents in a training log and a summary, and plot the log."""
 
 import argparse
 import importlib.util
@@ -9,13 +6,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from .diagnostics import plot_log, read_log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is in a log; return 1 if it cannot be read."""
-    description = "Print the incidents in a training log and a summary, and plot the log."
-    parser = argparse.ArgumentParser(prog="python -m gradclip_jax", description=description)
+    parser = argparse.ArgumentParser(prog="python -m gradclip_jax", description=__doc__)
     parser.add_argument("log", help="JSON lines, CSV, trainer_state.json, or a text file")
     parser.add_argument("--prefix", help="start of the keys of one of several runs, such as g/")
     args = parser.parse_args(arguments)
@@ -40,4 +38,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # leave the memory of a GPU to the training
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import json
 import math
 import re
 import zlib
@@ -95,7 +94,7 @@ class Names(NamedTuple):
     @property
     def checksum(self) -> int:
         """A number that differs for other units and taps; `watch` keeps it in its state."""
-        return zlib.crc32(json.dumps([self.units, self.taps]).encode())
+        return zlib.crc32(repr((self.units, self.taps)).encode())
 
 
 def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | None) -> Names:
