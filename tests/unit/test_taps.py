@@ -83,7 +83,7 @@ def oracle(case):
 
     with compat.x64():
         shifts = dict.fromkeys(NAMES, np.zeros((BATCH, WIDTH)))
-        cotangents, seen = jax.grad(run, has_aux=True)(shifts)
+        cotangents, seen = jax.jit(jax.grad(run, has_aux=True))(shifts)
     return jax.device_get((seen, cotangents))
 
 
@@ -172,7 +172,7 @@ def test_one_probe_in_two_taps_has_the_sum_of_both_and_a_tap_that_is_not_reached
         tapped = taps.tap(x, probes["tap"]), taps.tap(10 * x, probes["tap"])
         return jnp.sum(tapped[0]) + jnp.sum(tapped[1])
 
-    found = taps.metrics(jax.grad(loss)(taps.make_probes(["tap", "other"])))
+    found = taps.metrics(jax.jit(jax.grad(loss))(taps.make_probes(["tap", "other"])))
     assert_statistics(found, "tap", np.concatenate([x, 10 * x]), np.ones(8))
     assert np.isnan(found["taps/other/rms"])
 
@@ -184,7 +184,9 @@ def test_vmap_over_examples_sums_or_keeps_them(case, oracle):
         return jnp.mean(jax.vmap(lambda row: model(params, probes, row[None]))(x))
 
     assert_measured(jax.jit(jax.grad(mean_loss))(probes), oracle)
-    rows = jax.vmap(jax.grad(lambda p, row: jnp.sum(taps.tap(row, p))), (None, 0))(PROBE, x)
+    rows = jax.jit(jax.vmap(jax.grad(lambda p, row: jnp.sum(taps.tap(row, p))), (None, 0)))(
+        PROBE, x
+    )
     np.testing.assert_allclose(rows[:, 0, 1], np.sum(x, 1), rtol=1e-5, atol=1e-6)
 
 
@@ -208,7 +210,7 @@ def test_sharded_arrays_have_the_statistics_of_the_whole(case, oracle):
 def test_micro_batches_have_the_statistics_of_the_batch(case, oracle):
     value_and_grad = gcx.microbatched_value_and_grad(model, 4, argnums=1, batch_argnums=2)
     # The loss of a micro-batch is a mean over a quarter of the examples.
-    assert_measured(value_and_grad(*case)[1], oracle, factor=4)
+    assert_measured(jax.jit(value_and_grad)(*case)[1], oracle, factor=4)
 
 
 def test_per_example_clips_only_the_parameters(case, oracle):
@@ -227,7 +229,7 @@ def test_per_example_clips_only_the_parameters(case, oracle):
 def test_with_64_bit_types_statistics_are_the_same():
     with compat.x64(), compat.strict():
         x = jnp.arange(1, 4).astype("float64")
-        stats = jax.grad(lambda probe: taps.tap(x, probe).sum())(PROBE)
+        stats = jax.jit(jax.grad(lambda probe: taps.tap(x, probe).sum()))(PROBE)
         assert stats.dtype == jnp.float32
         np.testing.assert_allclose(taps.metrics({"a": stats})["taps/a/mean"], 2.0, rtol=1e-6)
 

@@ -45,7 +45,7 @@ def test_the_step_of_frozen_leaves_is_not_checked():
     inner = optax.GradientTransformation(lambda params: params, update)
     guard = functools.partial(gcx.skip_nonfinite, check="step")
     for tx, skips in ((guard(inner, mask=TRAINED), 0), (guard(inner), 1)):
-        _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
         assert state.skipped_nonfinite == skips
 
 

@@ -32,6 +32,7 @@ def train(state, first, last, update=UPDATE, **options):
     return state
 
 
+@jax.jit
 def one_step(size):
     return TX.update(jax.tree.map(lambda x: x * size, PARAMS), TX.init(PARAMS), PARAMS)[1]
 
@@ -75,9 +76,10 @@ def test_a_stack_of_rows_from_scan_is_read_like_the_ring():
 def test_rows_of_open_windows_are_empty_or_repeated():
     tx = gcx.accumulate_gradients(TX, 2)
     monitor, state, stack = gcx.Monitor(PARAMS), tx.init(PARAMS), []
+    update = jax.jit(tx.update)
     assert monitor.read(state).rows.step.size == 0
     for i in range(5):
-        state = tx.update(grads_of(i), state, PARAMS)[1]
+        state = update(grads_of(i), state, PARAMS)[1]
         stack.append(gcx.last_row(state))
     stack = jax.tree.map(lambda *x: np.stack(x), *stack)
     assert monitor.read(stack).rows.step.tolist() == [0, 1]
@@ -203,7 +205,10 @@ def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp
 def test_another_history_or_clip_continues_at_the_same_step():
     tx = gcx.watch(optax.sgd(0.1), history=8)
     state = gcx.convert_state(tx, train(TX.init(PARAMS), 0, 5), PARAMS)
-    assert gcx.Monitor(PARAMS).read(train(state, 5, 7, tx.update)).rows.step.tolist() == [5, 6]
+    assert gcx.Monitor(PARAMS).read(train(state, 5, 7, jax.jit(tx.update))).rows.step.tolist() == [
+        5,
+        6,
+    ]
 
 
 def test_a_monitor_continues_the_run_of_its_log(tmp_path):
