@@ -42,7 +42,7 @@ test: $(VENV)/.installed-test  ## the suite with doctests and README, in a minut
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-test  ## what is slow or rare: notebooks, processes, pages, large products
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow --no-loadscope-reorder $(PYTEST_ARGS)  # the longest, of tests/integration, first
 
 test-all: $(VENV)/.installed-test  ## both
 	$(PYTEST) $(PYTEST_ARGS)

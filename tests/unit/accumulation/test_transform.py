@@ -162,7 +162,7 @@ def test_a_flush_passes_the_mean_loss_of_its_window_if_it_is_given_a_loss():
     values = [{"value": jnp.float32(v), **ours} for v in (10, 11, 12, 13, 14)]
     _, states = run(tx, params, [params] * 5, values)
     assert [float(s.inner_opt_state) for s in states] == [-1, 10.5, 10.5, 12.5, 12.5]
-    _, flushed = gcx.flush(tx, states[-1], params, value=7.0)
+    _, flushed = jax.jit(lambda s: gcx.flush(tx, s, params, value=7.0))(states[-1])
     assert float(flushed.inner_opt_state) == 14
 
 
@@ -190,7 +190,7 @@ def test_a_window_is_weighted_and_a_nan_of_zero_weight_counts_but_adds_nothing(r
 def test_accumulator_is_of_the_dtype_chosen_or_the_complex_or_64_bit_type_over_it(dtype):
     with compat.x64():
         kinds = (*trees.REAL, "complex64", "float64", "complex128")
-        params = {kind: jnp.zeros((2, 3), kind) for kind in kinds}
+        params = {kind: jax.ShapeDtypeStruct((2, 3), kind) for kind in kinds}
         tx = gcx.accumulate_gradients(optax.scale(1.0), 2, accumulator_dtype=np.dtype(dtype))
         for kind, acc in jax.eval_shape(tx.init, params).acc_grads.items():
             assert acc.dtype == (dtype if kind in trees.REAL else kind)
