@@ -49,7 +49,8 @@ def run(name, steps, seed):
     rng, names = np.random.default_rng(seed), Names(tuple(f"leaf {i}" for i in range(6)))
     rows = Rows.zeros(steps, names)
     rows.step[:] = np.arange(steps)
-    rows.outcome[:] = int(sum(MEASURED) | Outcome.HAS_UNITS | Outcome.HAS_LOSS | Outcome.APPLIED)
+    flags = sum(MEASURED.values()) | Outcome.HAS_UNITS | Outcome.HAS_LOSS
+    rows.outcome[:] = int(flags | Outcome.APPLIED)
     params, target, mu, nu = *rng.normal(size=(2, sum(SIZES))), 0.0, 0.0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
     for t in range(steps):

@@ -118,7 +118,7 @@ class Monitor:
         lines = [] if log is None or callable(log) or not os.path.exists(log) else read_lines(log)
         rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
-        self._totals, self.incidents = [rows.of_tree()], from_lines(lines)
+        self.incidents = from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         decision = self._policy.update(self.rows, self._recent, rows.end)
         self.report = Report(*decision, [], rows.take(slice(0)), 0)
@@ -144,20 +144,16 @@ class Monitor:
         row = state if isinstance(state, Row) else find_watch(state, self._which).rows
         rows, names = read_stack(row, self.names)
         if names != self.names:  # the names of clips are in the state
-            self.names, self.rows, self._totals = names, rows.take(slice(0)), []
+            self.names, self.rows = names, rows.take(slice(0))
         lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
         if next_step < self.report.step:
             lines.append({"step": next_step, "rewind_to": next_step})
             self._policy.rewound(next_step)
-            self._totals = [x.take(x.step < next_step) for x in self._totals]
             self._start(self.rows.take(self.rows.step < next_step), names)
         rows = rows.take(rows.step >= next_step)
         incidents, last = self._detector.update(rows), self._policy.last
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
-        self._totals.append(rows.of_tree())
-        if len(self._totals) > _KEPT:  # many small arrays need much more memory
-            self._totals = [Rows.concatenate(self._totals)]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
         decision = self._policy.update(self.rows, self._recent, next_step, saved)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
@@ -172,22 +168,15 @@ class Monitor:
         return self.report
 
     def summary(self) -> str:
-        """Describe the run so far in at most ten lines.
-
-        The shares of units are those in `rows`.
-        """
-        rows = Rows.concatenate(self._totals)
+        """Describe `rows` and all incidents in at most ten lines."""
+        rows = self.rows
         if not len(rows.step):
             return "no steps"
-        clipped = np.sum(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=0)
         counts = {word: rows.has(flag).sum() for word, flag in WORDS.items()}
         kinds = Counter(kind for x in self.incidents for kind in x.kinds)
         lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_listed(counts)}"]
-        if clipped.size:
-            by_clip = _listed(dict(zip(self.names.clips, clipped, strict=True)))
-            lines.append(f"clipped steps: {by_clip}")
         lines.append(f"incidents: {len(self.incidents)} ({_listed(kinds)})")
-        of_units = _usual_norms(self.rows.take(self.rows.has(Outcome.HAS_UNITS)))
+        of_units = _usual_norms(rows.take(rows.has(Outcome.HAS_UNITS)))
         if of_units[:, 1:].size:
             shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
             largest = [f"{self.names.units[i]} {shares[i]:.0%}" for i in np.argsort(-shares)[:3]]
@@ -296,7 +285,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     if not len(monitor.rows.step):
         hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."
         raise value_error("log", "a log with a loss or a gradient norm", shortened(log), hint)
-    monitor.incidents, monitor._totals = from_lines(lines) or monitor._recent, [monitor.rows]
+    monitor.incidents = from_lines(lines) or monitor._recent
     return monitor
 
 

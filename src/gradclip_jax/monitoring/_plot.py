@@ -11,7 +11,7 @@ from .._errors import public
 from .._types import HostArray
 from ._log import LogSource
 from ._monitor import Monitor, read_log
-from ._rows import KINDS, MEASURED, Outcome
+from ._rows import MEASURED, Outcome
 
 _MAX_UNITS, _MAX_CAPTIONS = 40, 12
 
@@ -52,8 +52,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
     # A stable sort: the other units stay in the order of the model.
     shown = np.argsort(~np.isin(names, [x.leaf for x in incidents]), kind="stable")[:_MAX_UNITS]
     panels = [("loss", Outcome.HAS_LOSS, rows.loss)]
-    for i, (kind, flag) in enumerate(zip(KINDS, MEASURED, strict=True)):
-        panels.append((f"{kind} norm", flag, rows.norms[:, i, 1 + shown if shown.size else 0]))
+    for i, (name, flag) in enumerate(MEASURED.items()):
+        panels.append((f"{name} norm", flag, rows.norms[:, i, 1 + shown if shown.size else 0]))
     panels = [x for x in panels if rows.has(x[1]).any()]
     heights = [max(1.2, 0.14 * np.size(values[0])) for _, _, values in panels]
     captions = [textwrap.fill(str(x), 140) for x in incidents if x.streak == 1][-_MAX_CAPTIONS:]

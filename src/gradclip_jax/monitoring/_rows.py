@@ -34,7 +34,6 @@ class Outcome(enum.IntFlag):
     | `SKIPPED` | a guard inside skipped the step |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS` | its cause |
     | `HELD` | an accumulation inside only added the micro-batch |
-    | `UNCHANGED` | the optimizer ran; the update is zero although the gradient is not |
     | `EMPTY_WINDOW` | an accumulation inside dropped a window whose weight is zero |
     | `GUARD_FAILED` | a guard inside has failed |
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
@@ -52,19 +51,15 @@ class Outcome(enum.IntFlag):
     # The values are stored in checkpoints.
     HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
     HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
-    APPLIED, CLIPPED, HELD, UNCHANGED = 0x200, 0x400, 0x800, 0x1000
-    SKIPPED = 0x2000
+    APPLIED, CLIPPED, HELD, SKIPPED = 0x200, 0x400, 0x800, 0x2000
     SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
     GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS = 0x20000, 0x40000, 0x80000
 
 
-KINDS = ("gradient", "update", "parameter")
-"""The norms in `Rows.norms`."""
+MEASURED = {x: Outcome[f"HAS_{x.upper()}"] for x in ("gradient", "update", "parameter")}
+"""The trees whose norms are in `Rows.norms`, and the flags of rows that have them."""
 
-MEASURED = Outcome.HAS_GRADIENT, Outcome.HAS_UPDATE, Outcome.HAS_PARAMETER
-"""The flags of `KINDS`."""
-
-MEASURES = "nonfinite_elements", "gradient_norm", "update_norm", "parameter_norm"
+MEASURES = "nonfinite_elements", *(f"{name}_norm" for name in MEASURED)
 """The keys of the four numbers for the tree and for each unit, in the order in which `watch` writes
 them."""
 
@@ -139,7 +134,7 @@ class Rows(NamedTuple):
     def zeros(cls, size: int, names: Names) -> "Rows":
         """Return rows in which nothing was measured."""
         width, shape_of_taps = 1 + len(names.units), (len(names.taps), 2, len(STATISTICS))
-        shapes = (), (2,), (len(KINDS), width), (width,), (len(names.clips),), shape_of_taps
+        shapes = (), (2,), (len(MEASURED), width), (width,), (len(names.clips),), shape_of_taps
         return cls(*np.zeros((4, size), np.int64), *(np.zeros((size, *x)) for x in shapes))
 
     @classmethod
@@ -159,11 +154,6 @@ class Rows(NamedTuple):
     def take(self, index: Any) -> "Rows":
         """Return the rows that a slice, a mask or an array of indices selects."""
         return Rows(*(column[index] for column in self))
-
-    def of_tree(self) -> "Rows":
-        """Return a copy without units and taps."""
-        norms, nonfinite, taps = self.norms[..., :1], self.nonfinite[:, :1], self.taps[:, :0]
-        return self._replace(norms=norms.copy(), nonfinite=nonfinite.copy(), taps=taps.copy())
 
 
 class Row(NamedTuple):
@@ -220,13 +210,10 @@ def _complete(rows: Rows) -> None:
     # An update of zero does not change a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
-    is_zero, is_measured = update[:, 0] == 0, rows.has(Outcome.HAS_UPDATE)
     # With `optax.partition`, some parameters may change although others are held.
-    is_applied = has_run | ~is_zero
-    is_unchanged = has_run & is_measured & is_zero & (rows.norms[:, 0, 0] != 0)
+    is_applied = has_run | (update[:, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
     rows.outcome[is_applied & np.any(rows.factors < 1, axis=1)] |= int(Outcome.CLIPPED)
-    rows.outcome[is_unchanged] |= int(Outcome.UNCHANGED)
     rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.HELD)
 
 
@@ -271,7 +258,8 @@ def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome
     for i, clip in enumerate(names.clips):
         yield clip, rows.factors[:, i], Outcome(0)
     tables = rows.nonfinite, *np.moveaxis(rows.norms, 1, 0)
-    for name, table, flag in zip(MEASURES, tables, (MEASURED[0], *MEASURED), strict=True):
+    flags = Outcome.HAS_GRADIENT, *MEASURED.values()
+    for name, table, flag in zip(MEASURES, tables, flags, strict=True):
         yield name, table[:, 0], flag
         for i, unit in enumerate(names.units, 1):
             yield f"{name}/{unit}", table[:, i], flag | Outcome.HAS_UNITS

@@ -24,7 +24,7 @@ from ..clipping._granularity import Granularity, as_granularity
 from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
 from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
 from ..gates._gate import ExtraArgs, check_guard
-from ._rows import KINDS, MEASURES, TREE, WORDS, Outcome, Row, names_of
+from ._rows import MEASURED, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
 
 
@@ -109,7 +109,7 @@ def watch(
     inner: optax.GradientTransformation,
     *,
     history: Count = 64,
-    of: Sequence[str] = KINDS,
+    of: Sequence[str] = tuple(MEASURED),
     granularity: Literal["global", "leaf"] | Granularity = "leaf",
     mask: Mask = None,
     axis_name: AxisName = None,
@@ -191,7 +191,7 @@ def watch(
     check_guard(inner, axis_name, mask)
     with_step = bool(replica_axis) or not {*of} <= {"gradient"}
     for kind in of:
-        check_choice("of", kind, KINDS)
+        check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)

@@ -21,7 +21,7 @@ def clean_rows(*, steps=STEPS, units=UNITS, taps=0, width=0.2):
     rows = Rows.zeros(steps, names)
     rows.step[:] = rows.batch_id[:] = np.arange(steps)
     flags = Outcome.HAS_LOSS | Outcome.HAS_UNITS | Outcome.HAS_BATCH_ID | Outcome.HAS_TAPS
-    rows.outcome[:] = int(flags | Outcome.APPLIED | MEASURED[0] | MEASURED[1] | MEASURED[2])
+    rows.outcome[:] = int(flags | Outcome.APPLIED | sum(MEASURED.values()))
     rows.loss[:] = 3 + 0.1 * rng.normal(size=steps)
     rows.norms[:] = np.exp(width * rng.normal(size=rows.norms.shape))
     rows.norms[:, 2] = 10 + 0.01 * rng.normal(size=rows.norms[:, 2].shape)
