@@ -65,25 +65,6 @@ def test_a_skip_changes_nothing(guard):
         assert dtypes((updates, after, stay)) == dtypes((moved, state, params))
 
 
-@pytest.mark.parametrize("guard", [GUARDS["check of steps"], GUARDS["both"]])
-def test_a_good_step_is_that_of_the_inner_optimizer(guard):
-    params, grads = params_and_grads()
-    # The first has a constant bool in its state.
-    inner = optax.chain(
-        optax.optimistic_gradient_descent(1.0),
-        optax.adamw(optax.cosine_decay_schedule(0.1, 10)),
-    )
-    tx = guard(inner)
-    state, bare = tx.init(params), inner.init(params)
-    update, inner_update = jax.jit(tx.update), jax.jit(inner.update)
-    for _ in range(3):
-        updates, state = update(grads, state, params)
-        expected, bare = inner_update(grads, bare, params)
-        chex.assert_trees_all_close(updates, expected, rtol=2e-7)
-        assert state.skipped_nonfinite == state.consecutive_skips == 0
-        grads = jax.tree.map(lambda g: (g * 1.5).astype(g.dtype), grads)
-
-
 def test_gradients_and_parameters_may_differ_in_dtype():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.float32)}
     grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
