@@ -174,8 +174,7 @@ class Detector:
             leaf = leaf or unit
         if row.taps[:, -1].any():
             parts.append(f"first non-finite {self.taps[np.flatnonzero(row.taps[:, -1])[0]]}")
-        is_first = self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last_kinds)
-        if is_first:
+        if self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last_kinds):
             self.first_step, self.streak = step, 0
         self.streak += 1
         if self.streak > 1:

@@ -40,7 +40,7 @@ RULES = {
     "parameter": (3.0, 2.0, 3),
     "loss": (6.0, 1.5, 3),
 }
-"""A tail is extrapolated by the decades in the number of rows divided by the last number: by 1.5
+"""A tail is extrapolated by the decades in the number of rows divided by the last number: by 1.6
 decades at most for the gradient norm of the tree, and by 2.8 for other values."""
 
 AFTER = 32
@@ -123,8 +123,7 @@ class Levels:
         is_outlier = (rise > self.bound) & (change > self.floor)
         if 2 < self.count < EARLY:
             loss, limit = self.values[:, LOG_LOSS], self.values[1, LOG_LOSS] + EARLY_RISE
-            is_rise = loss[-3] <= limit < np.min([*loss[-2:], values[0, LOG_LOSS]])
-            is_outlier[0, LOG_LOSS] |= is_rise
+            is_outlier[0, LOG_LOSS] |= loss[-3] <= limit < np.min([*loss[-2:], values[0, LOG_LOSS]])
         index = self.count + np.arange(len(values))[:, None]
         last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
         self.last_outlier, self.count = last[-1], self.count + len(values)
@@ -144,8 +143,7 @@ class Levels:
         rows = np.sum(~np.isnan(self.usual_excesses), axis=0)
         decades, slope = np.log10(rows.clip(1) / self.few), high - low
         # Norms can have a heavy tail. The quantile of 99.9 % is known after 1,000 rows.
-        end = np.where(rows < 1000, high, highest)
-        slope[:LOG_LOSS] = np.fmax(slope, end - high)[:LOG_LOSS]
+        slope[:LOG_LOSS] = np.fmax(slope, (rows >= 1000) * (highest - high))[:LOG_LOSS]
         tail = high + np.maximum(decades, 0) * slope - self.usual
         tail[0] = min(tail[0], max(LIMIT, LIMIT_WIDTH * spread[0]))
         bound = np.fmax(self.width * spread, tail)
