@@ -61,13 +61,13 @@ def ema(
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
-        >>> rule = gcx.thresholds.ema(2.0, warmup_steps=1, warmup_max=jnp.inf)
+        >>> rule = gcx.thresholds.ema(2.0, warmup_steps=1, warmup_max=4.0)
         >>> clip = gcx.clip_by_global_norm(rule)
         >>> state = clip.init(jnp.zeros(1))
-        >>> for norm in (1.0, 9.0):
+        >>> for norm in (6.0, 9.0):  # the first one is clipped to 4
         ...     updates, state = jax.jit(clip.update)(jnp.array([norm]), state)
         >>> updates.tolist()
-        [2.0]
+        [8.0]
 
     References:
         Wang et al., 2025, arXiv 2502.11034.
