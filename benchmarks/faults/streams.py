@@ -49,8 +49,8 @@ def run(name, steps, seed):
     rng, names = np.random.default_rng(seed), Names(tuple(f"leaf {i}" for i in range(6)))
     rows = Rows.zeros(steps, names)
     rows.step[:] = np.arange(steps)
-    flags = sum(MEASURED.values()) | Outcome.HAS_UNITS | Outcome.HAS_LOSS
-    rows.outcome[:] = int(flags | Outcome.APPLIED)
+    rows.outcome[:] = int(Outcome.HAS_UNITS | Outcome.HAS_LOSS | Outcome.APPLIED)
+    rows.outcome |= int(sum(MEASURED.values()))
     params, target, mu, nu = *rng.normal(size=(2, sum(SIZES))), 0.0, 0.0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
     for t in range(steps):
@@ -80,12 +80,8 @@ def main():
             found = Detector(names).update(rows)
             counts.append(len(found))
             kinds.update(kind for incident in found for kind in incident.kinds)
-        cells = {
-            "incidents": f"{np.mean(counts):g}",
-            "most": max(counts),
-            "kinds": str(dict(kinds)),
-        }
-        lines.append({"run": name, **cells})
+        row = {"run": name, "incidents": np.mean(counts), "most": max(counts)}
+        lines.append(row | {"kinds": str(dict(kinds))})
     print(table(lines))
 
 

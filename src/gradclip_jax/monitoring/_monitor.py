@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from .._types import HostArray, Tree
 from ..clipping._granularity import Granularity, as_granularity
 from ._detect import Detector, Incident, from_lines
 from ._log import LogSource, append_lines, read_lines
-from ._policy import Policy
+from ._policy import DECISION, Policy, Report
 from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
 from ._watch import find_watch
 
@@ -31,33 +31,6 @@ _AROUND = 8
 
 _KEPT = 1024
 """Number of rows that are kept, for the policy and to start the detection again after a rewind."""
-
-
-class Report(NamedTuple):
-    """What `Monitor.read` found in the rows since its last call.
-
-    Attributes:
-        step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
-        action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
-        reason: Reason of the action; empty for "continue" and "save".
-        good_step: Index of the newest checkpoint that later rows confirmed, or None.
-        batch_ids: Batches to leave out, of this rewind and of all earlier ones.
-        num_rewinds: Number of rewinds in a row, including this one.
-        incidents: Incidents in these rows, oldest first; each prints as a sentence.
-        rows: The rows since the last call.
-        lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
-            `watch`, or read more often.
-    """
-
-    step: int
-    action: str
-    reason: str
-    good_step: int | None
-    batch_ids: list[int]
-    num_rewinds: int
-    incidents: list[Incident]
-    rows: Rows
-    lost_rows: int
 
 
 class Monitor:
@@ -120,8 +93,7 @@ class Monitor:
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self.incidents = from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        decision = self._policy.update(self.rows, self._recent, rows.end)
-        self.report = Report(*decision, [], rows.take(slice(0)), 0)
+        self.report = self._policy.update(self.rows, self._recent, rows.end)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -155,16 +127,20 @@ class Monitor:
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-        decision = self._policy.update(self.rows, self._recent, next_step, saved)
+        report = self._policy.update(self.rows, self._recent, next_step, saved)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
         lines += to_lines(rows, self.names, with_units)
         lines += [x._asdict() for x in incidents]
         if self._policy.last is not last:
-            lines.append(decision._asdict())
-        self._write(lines)
+            lines.append(dict(zip(DECISION, report, strict=False)))
+        if callable(self._log):
+            for line in lines:
+                self._log(dict(line))
+        elif self._log is not None:
+            append_lines(self._log, lines)
         lost = int(min(rows.step, default=next_step)) - next_step
-        self.report = Report(*decision, incidents, rows, lost)
+        self.report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
         return self.report
 
     def summary(self) -> str:
@@ -210,13 +186,6 @@ class Monitor:
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
         return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
 
-    def _write(self, lines: Sequence[Line]) -> None:
-        if callable(self._log):
-            for line in lines:
-                self._log(dict(line))
-        elif self._log is not None:
-            append_lines(self._log, lines)
-
 
 @public
 def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
@@ -246,7 +215,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
-    return Monitor(params, **options).read(state).incidents
+    return [*Monitor(params, **options).read(state).incidents]
 
 
 @public

@@ -66,8 +66,6 @@ def plot_log(log: LogSource | Monitor) -> Any:
         _draw(axis, rows.step[is_known], values[is_known], names[shown])
         for incident in incidents:
             axis.axvline(incident.step, color="tab:red", linewidth=0.8, alpha=0.7)
-    for axis in figure.axes:
-        axis.tick_params(labelsize=6, which="both")
     axes[-1].set_xlabel("step", fontsize=8)
     figure.supxlabel("\n".join(captions), x=0.01, ha="left", fontsize=8)
     return figure
@@ -87,5 +85,5 @@ def _draw(axis: Any, steps: HostArray, values: HostArray, labels: HostArray) -> 
     mesh = axis.pcolormesh(*edges, np.maximum(values, low), **options)
     axis.set_facecolor("tab:red")  # behind values that are not finite
     axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
-    axis.set_yticks(range(len(labels)), labels)
+    axis.set_yticks(range(len(labels)), labels, fontsize=6)
     axis.invert_yaxis()

@@ -25,7 +25,7 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
-from ._rows import Outcome, Rows
+from ._rows import Names, Outcome, Rows
 
 QUIET = 32
 """Rows without an incident before a save is proposed, and after a checkpoint before it is good."""
@@ -55,8 +55,21 @@ LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
 
 
-class Decision(NamedTuple):
-    """What to do after a read of the monitor; `Report` describes these fields."""
+class Report(NamedTuple):
+    """What `Monitor.read` found in the rows since its last call.
+
+    Attributes:
+        step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
+        action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
+        reason: Reason of the action; empty for "continue" and "save".
+        good_step: Index of the newest checkpoint that later rows confirmed, or None.
+        batch_ids: Batches to leave out, of this rewind and of all earlier ones.
+        num_rewinds: Number of rewinds in a row, including this one.
+        incidents: Incidents in these rows, oldest first; each prints as a sentence.
+        rows: The rows since the last call.
+        lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
+            `watch`, or read more often.
+    """
 
     step: int
     action: str
@@ -64,6 +77,13 @@ class Decision(NamedTuple):
     good_step: int | None
     batch_ids: list[int]
     num_rewinds: int
+    incidents: Sequence[Incident] = ()
+    rows: Rows = Rows.zeros(0, Names())
+    lost_rows: int = 0
+
+
+DECISION = Report._fields[:6]
+"""The fields of a report that are lines of a log and that all processes share."""
 
 
 class Policy:
@@ -74,11 +94,11 @@ class Policy:
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
-        self.last, self.is_pending = Decision(0, "continue", "", None, [], 0), False
+        self.last, self.is_pending = Report(0, "continue", "", None, [], 0), False
         for event in events:
             self.is_pending = "action" in event
             if self.is_pending:
-                self.last = Decision(*(event[name] for name in Decision._fields))
+                self.last = Report(*(event[name] for name in DECISION))
         self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
         self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
@@ -99,7 +119,7 @@ class Policy:
         incidents: Sequence[Incident],
         first_new: int = 0,
         saved: Iterable[int] | None = None,
-    ) -> Decision:
+    ) -> Report:
         """Decide what to do.
 
         Args:
@@ -109,7 +129,7 @@ class Policy:
             saved: Indices of all checkpoints that exist; None if they have not changed.
 
         Returns:
-            The decision; with several processes, that of process 0.
+            A report with the decision of process 0, without incidents and rows.
         """
         if saved is not None:
             self.saved = set(map(int, saved))
@@ -128,14 +148,14 @@ class Policy:
                 if action == "stop" or self.good_step is not None:
                     left_out = list(dict.fromkeys([*self.last.batch_ids, *batch_ids]))
                     facts = action, reason, self.good_step, left_out, count + 1
-                    self.last, self.is_pending = Decision(step + 1, *facts), True
+                    self.last, self.is_pending = Report(step + 1, *facts), True
         self._confirm(rows.step, num_quiet)
         if self.is_pending:
             return _broadcast(self.last._replace(step=rows.end))
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
         action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
         batch_ids = self.last.batch_ids
-        return _broadcast(Decision(rows.end, action, "", self.good_step, batch_ids, count))
+        return _broadcast(Report(rows.end, action, "", self.good_step, batch_ids, count))
 
     def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
         quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
@@ -205,13 +225,13 @@ def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> Hos
     return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
-def _broadcast(decision: Decision) -> Decision:
-    """Return the decision of process 0: losses and files may differ between processes."""
+def _broadcast(report: Report) -> Report:
+    """Return the report of process 0: losses and files may differ between processes."""
     if jax.process_count() == 1:
-        return decision
+        return report
     from jax.experimental import multihost_utils
 
-    text = np.frombuffer(json.dumps(decision).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return Decision(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    return Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from .._checks import describe, distinct, leaf_name, leaf_path
@@ -138,12 +139,8 @@ def _sums(x: Array, scale: float) -> Array:
     # Reduce one axis at a time, because XLA:CPU adds elements sequentially.
     # In one sequential sum, the rounding errors of 10^7 additions reach 3 %.
     for axis in reversed(range(x.ndim)):
-        terms = lax.reduce(terms, (np.float32(0),) * 3, _add_all, (axis,))
+        terms = lax.reduce(terms, (np.float32(0),) * 3, optax.tree.add, (axis,))
     return jnp.stack([jnp.float32(x.size), *terms])
-
-
-def _add_all(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(map(jnp.add, a, b))
 
 
 @public

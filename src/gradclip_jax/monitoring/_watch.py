@@ -280,8 +280,7 @@ def _measure(
     if units.axes is not None or units.names:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
-    is_count = jnp.arange(4) == 0
-    return jnp.where(is_count, table, norm_of_squares(table)).astype(jnp.float32)
+    return jnp.where(jnp.arange(4) == 0, table, norm_of_squares(table)).astype(jnp.float32)
 
 
 def _sums(axes: Axes, *terms: Array) -> Array:
@@ -316,8 +315,7 @@ def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
 
 def _combined(*flags: tuple[int, Flag]) -> Array:
     """Return an integer with all flags that are set."""
-    bits = [jnp.where(is_set, int(flag), 0) for flag, is_set in flags]
-    return functools.reduce(jnp.bitwise_or, bits)
+    return functools.reduce(jnp.bitwise_or, [jnp.where(x, int(flag), 0) for flag, x in flags])
 
 
 def _flags(

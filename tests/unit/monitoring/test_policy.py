@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._policy import Policy
+from gradclip_jax.monitoring._policy import DECISION, Policy
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
@@ -200,7 +200,8 @@ def test_a_policy_from_a_log_knows_a_pending_rewind_and_how_many_there_were():
     run, events = Run(saved=[0]), []
     for _ in range(2):
         run.read(70, bad=[50, 51, 52])
-        events += [json.loads(json.dumps(run.last._asdict())), {"rewind_to": 0}]
+        line = json.dumps(dict(zip(DECISION, run.last, strict=False)))
+        events += [json.loads(line), {"rewind_to": 0}]
         run.rewind()
     again = Run(saved=[0], events=events[:-1])
     assert again.last.action == "rewind"
