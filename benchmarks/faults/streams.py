@@ -50,7 +50,7 @@ def run(name, steps, seed):
     rows = Rows.zeros(steps, names)
     rows.step[:] = np.arange(steps)
     rows.outcome[:] = int(Outcome.HAS_UNITS | Outcome.HAS_LOSS | Outcome.APPLIED)
-    rows.outcome |= int(sum(MEASURED.values()))
+    rows.outcome[:] |= int(sum(MEASURED.values()))
     params, target, mu, nu = *rng.normal(size=(2, sum(SIZES))), 0.0, 0.0
     dtype = jnp.bfloat16 if "bfloat16" in name else np.float32
     for t in range(steps):

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 QUICK = {
     "steps.times --quick --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite",),
-    "steps.gpu --small --no-tests --only PPO --out build/gpu": (
+    "steps.gpu --small --parts steps,floor,workarounds --only PPO --out build/gpu": (
         *("| PPO in a scan: clip |", "watch |", "per-example"),
-        *("Over the floor: 0.2 M", "Workarounds, PPO in a scan"),
+        *("AdamW alone: 0.2 M", "Workarounds, PPO in a scan"),
     ),
     "faults.detect --quick": ("| NaN in one element | 100% of 2 |", "gru: 0 incidents in 800"),
     "faults.streams --steps 200 --seeds 1": ("zero in 5 % of steps | 2 |", "restarts | 0 |"),
