@@ -90,8 +90,9 @@ def model_of(setting: Setting) -> Model:
     return setting.make(batch)
 
 
-def compile_steps(setting: Setting, model: Model) -> tuple[()]:
+def compile_steps(setting: Setting) -> tuple[()]:
     """Compile all steps of a model in parallel, into JAX's cache."""
+    model = model_of(setting)
     makers: dict[str, Maker] = {}
     for theirs, counterpart, ours in groups():
         makers |= {theirs: counterpart} | ours
@@ -116,12 +117,12 @@ def filling_batch(setting: Setting) -> int:
 
 
 def rows_of(
-    setting: Setting, model: Model, theirs: str, counterpart: Maker, ours: dict[str, Maker]
+    setting: Setting, theirs: str, counterpart: Maker, ours: dict[str, Maker]
 ) -> _report.Rows:
     """One row for each of our steps that share a counterpart, two for an accumulation."""
     windows, scanned = theirs.startswith("MultiSteps"), setting.scanned
     makers = {"Optax": counterpart} | ours
-    cases = {name: case_of(model, make, scanned) for name, make in makers.items()}
+    cases = {name: case_of(model_of(setting), make, scanned) for name, make in makers.items()}
     phased = windows and scanned == 1  # each micro-step is timed: which one emits is known
     repetitions, warmup = (7 * EVERY, EVERY) if phased else (21, 1)
     found = interleaved(cases, repetitions, warmup=warmup)
@@ -158,13 +159,14 @@ def host_stops(text: str) -> int:
     return program.always.stops + sum(loop.stops for loop in program.optional)
 
 
-def workaround_cases(setting: Setting, model: Model) -> dict[tuple[str, str], dict[str, Case]]:
+@functools.cache
+def workaround_cases(setting: Setting) -> dict[tuple[str, str], dict[str, Case]]:
     """For each workaround and its step, the step as it is and with each alternative."""
     found: dict[tuple[str, str], dict[str, Case]] = {}
     for name, row, replacements in _workarounds.ALL:
         for label, replacement in {"now": {}, **replacements}.items():
             with _workarounds.replaced(replacement):
-                case = case_of(model, ROWS[row].ours, setting.scanned)
+                case = case_of(model_of(setting), ROWS[row].ours, setting.scanned)
                 # Traced here, because the replacement ends before the program is compiled.
                 traced = jax.jit(case.step).trace(jax.eval_shape(case.carry), *case.args)
                 step = _workarounds.retraced(traced)
@@ -172,22 +174,18 @@ def workaround_cases(setting: Setting, model: Model) -> dict[tuple[str, str], di
     return found
 
 
-def workaround_rows(setting: Setting, model: Model, small: bool) -> Iterator[dict[str, str]]:
+def workaround_rows(setting: Setting, name: str, row: str) -> Iterator[dict[str, str]]:
     """For each alternative of a workaround, the milliseconds of a step with and without it."""
-    found = workaround_cases(setting, model)
-    measured = list(found.items())[: 1 if small else None]
-    compiled_together({(*key, label): x for key, cases in measured for label, x in cases.items()})
-    for (name, row), cases in measured:
-        repetitions = 21 if setting.scanned == 1 else 9
-        times = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
-        # The mean, because in an accumulation one step in a window is longer.
-        ms = {label: 1e3 * np.mean(x.seconds) / setting.scanned for label, x in times.items()}
-        for label in list(cases)[1:]:
-            yield {
-                "what": f"{name}, {row}: {label}",
-                "ms now / instead": f"{ms['now']:.4g} / {ms[label]:.4g}",
-                "worth": f"{ms[label] / ms['now'] - 1:+.1%}",
-            }
+    cases, repetitions = workaround_cases(setting)[name, row], 21 if setting.scanned == 1 else 9
+    times = interleaved(cases, EVERY * 3 if "accumulate" in row else repetitions)
+    # The mean, because in an accumulation one step in a window is longer.
+    ms = {label: 1e3 * np.mean(x.seconds) / setting.scanned for label, x in times.items()}
+    for label in list(cases)[1:]:
+        yield {
+            "what": f"{name}, {row}: {label}",
+            "ms now / instead": f"{ms['now']:.4g} / {ms[label]:.4g}",
+            "worth": f"{ms[label] / ms['now'] - 1:+.1%}",
+        }
 
 
 def driver() -> str:
@@ -238,16 +236,16 @@ def main() -> None:
             print(f"| {section}: {what}: {str(error)[:500]} |", flush=True)
 
     for setting in settings if "steps" in options.parts else ():
-        model = model_of(setting)
-        add(setting.title, "compilation", functools.partial(compile_steps, setting, model))
+        add(setting.title, "compilation", functools.partial(compile_steps, setting))
         for theirs, counterpart, ours in groups():
-            measure = functools.partial(rows_of, setting, model, theirs, counterpart, ours)
+            measure = functools.partial(rows_of, setting, theirs, counterpart, ours)
             add(setting.title, ", ".join(ours), measure)
     if "floor" in options.parts:
         add("A clip and AdamW alone", "floor", functools.partial(_floor.rows, small=options.small))
     for setting in settings if "workarounds" in options.parts else ():
-        measure = functools.partial(workaround_rows, setting, model_of(setting), options.small)
-        add(f"Workarounds, {setting.title}", "all", measure)
+        for name, row, _ in _workarounds.ALL[: 1 if options.small else None]:
+            measure = functools.partial(workaround_rows, setting, name, row)
+            add(f"Workarounds, {setting.title}", name, measure)
     sys.exit(status)
 
 
