@@ -252,8 +252,8 @@ class MicroStep(NamedTuple):
         """
         if self.holds is False:
             return accumulator
-        # A skipped micro-batch may have any weight, and the constant True is none (see `summand`).
-        is_added = jnp.asarray(self.holds) & (self.state.mini_step > 0)
+        is_added = jnp.asarray(self.holds) & (self.state.mini_step > 0)  # no constant: `summand`
+        # The weight of a micro-batch that a guard skips may be NaN.
         weight = None if self.weight is None else jnp.where(is_added, self.weight, 0)
         grads = jax.tree.map(lambda x: x if is_float0(x) else summand(x, is_added), self.grads)
         held = self._replace(grads=grads, starts=self.starts & is_added, weight=weight)

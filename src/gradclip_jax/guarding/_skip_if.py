@@ -144,11 +144,8 @@ def skip_if(
         count = increment_where(state.skipped_other, skipped)
         rule_state = rule.advance(state.rule_state, observed, skipped)
         if shapes_of(rule_state) != shapes_of(state.rule_state):
-            must, hint = (
-                "a rule whose state keeps its shapes",
-                "Return a state like that of `init`.",
-            )
-            raise type_error("predicate", must, shortened(rule_state), hint)
+            must, got = "a rule whose state keeps its shapes", shortened(rule_state)
+            raise type_error("predicate", must, got, "Return a state like that of `init`.")
         jax.tree.map(functools.partial(check_dtype_kept, "predicate"), rule_state, state.rule_state)
         rule_state = like_dtypes(rule_state, state.rule_state)
         return state._replace(skipped_other=count, rule_state=rule_state)
