@@ -38,14 +38,9 @@ NOT_REACHED = {
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         ("PPO", "skip_spikes"): {"launches": 1.11},
-        # A step that emits also rewrites the accumulator, so that the host waits only once.
-        ("PPO", "accumulate_gradients(clip)"): {"bytes, N": 1.02, "launches": 1.12},
-        ("PPO", "accumulate_gradients(clip), bfloat16"): {"bytes, N": 1.02, "launches": 1.14},
-        ("PPO", "skip_nonfinite(accumulate_gradients(clip))"): {"launches": 1.20},
-        ("scan GPT, small", "accumulate_gradients(clip)"): {"bytes, N": 1.04, "launches": 1.12},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.13},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {"bytes, N": 1.04, "scratch, N": 1.12},
         # What is watched is measured besides: what that costs, in kernels.
@@ -66,6 +61,8 @@ NOT_REACHED = {
         ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 3.06},
     },
 }[PLATFORM]
+# A step that emits also rewrites the accumulator, so that the host waits only once.
+EMITTED = {"bytes, N": 1.05, "launches": 1.20}
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides. It was 0.18 N while norms of rows were
 # stacked, which made XLA gather leaves of one shape and several shardings.)
@@ -99,8 +96,8 @@ def test_step_reaches_the_goals(model, name):
     row = ROWS[name]
     ours = compiled.measure(row.ours(MODELS[model]()), MODELS[model](), PLATFORM)
     theirs = optax_step(model, row.theirs)
-    allowed = NOT_REACHED.get((model, name), {})
     for phase in ("held", "emitted") if row.accumulates else ("",):
+        allowed = EMITTED if phase == "emitted" else NOT_REACHED.get((model, name), {})
         found = (record | record["phases"][phase] for record in (ours, theirs))
         goals = missed(model, *found)
         assert {goal: x for goal, x in goals.items() if x > allowed.get(goal, 0)} == {}
