@@ -8,12 +8,12 @@ rows,
     excess = x - level - the change that others explain
     usual  = median of excess
     spread = 1.4826 * median of |excess - usual|
-    bound  = max(WIDTH * spread, tail - usual)
+    bound  = max(width * spread, tail - usual)
 
-and x is an outlier if `excess - usual > bound` and `x - level > FLOOR`. The gradient norm of a unit
-is explained by the median change of all units, and that of the tree by the square root of the loss,
-as for a squared error. `tail` is an excess that the last `HISTORY` rows without outliers do not
-reach: their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
+and x is an outlier if `excess - usual > bound` and `x - level > log(floor)`. The gradient norm of a
+unit is explained by the median change of all units, and that of the tree by the square root of the
+loss, as for a squared error. `tail` is an excess that the last `HISTORY` rows without outliers do
+not reach: their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
 
 Statistics are computed at fixed rows, at every row at first and then at every 16th row, so that
 incidents do not depend on how rows are split into reads. A few early outliers do not change them.
@@ -21,44 +21,35 @@ The constants were chosen on 18 public training logs, and on the first seven mod
 `benchmarks/faults/detect.py` with the seeds 2 to 4.
 """
 
-import math
-
 import numpy as np
 
 from .._types import HostArray
 
-WARM_UP, WINDOW, HISTORY = 16, 128, 2048
-"""Rows without bounds, rows of a median, and rows of a tail."""
-
-EARLY, REFRESH = 64, 16
-"""Rows in which bounds are computed at every row, and rows between two computations afterwards."""
+PERIOD, AFTER, RECENT, WINDOW, HISTORY = 16, 32, 64, 128, 2048
+"""Rows without bounds, and between two computations of them after the first RECENT rows; rows after
+an outlier that are not used for the tail, because a loss decays slowly; recent rows of a drift;
+rows of a median; and rows of a tail."""
 
 RULES = {
-    # kind: bound in standard deviations, smallest ratio to the level, rows of a tail
-    "gradient": (3.25, 5.0, 50),
-    "part": (3.0, 3.0, 3),  # a unit, a tap, or the update
-    "parameter": (3.0, 2.0, 3),
-    "loss": (6.0, 1.5, 3),
+    # kind: bound in standard deviations, smallest ratio to the level, expected rows above a tail
+    "lone": (3.0, 5.0, 0.5),  # the gradient norm of a tree without units
+    "tree": (3.0, 5.0, 0.03),
+    "part": (3.0, 3.0, 0.03),  # a unit, a tap, the update, or the parameters
+    "loss": (6.0, 1.5, 0.03),
 }
-"""A tail is extrapolated by the decades in the number of rows divided by the last number: by 1.6
-decades at most for the gradient norm of the tree, and by 2.8 for other values."""
+"""The last number is that among the rows from which a tail was computed. It is small where many
+columns add up their false alarms. A drift must reach the same ratio as an outlier."""
 
-AFTER = 32
-"""Rows after an outlier that are not used for the tail, because a loss decays slowly."""
-
-LIMIT, LIMIT_WIDTH = math.log(15.0), 4.25
-"""The largest tail of the gradient norm of the tree: a factor of 15, or 4.25 standard deviations if
+LIMIT, LIMIT_WIDTH = np.log(15.0), 4.0
+"""The largest tail of the gradient norm of the tree: a factor of 15, or 4 standard deviations if
 these are more. Otherwise a norm that often rises is never an outlier."""
 
-EARLY_RISE, EARLY_JUMP = math.log(3.0), math.log(8.0)
-"""The third early loss in a row that exceeds 3 times the first one is an outlier, and in the first
-WINDOW rows 8 times the largest previous loss."""
+EARLY_RISE = np.log(3.0)
+"""In the first WINDOW rows, a loss that is 3 times the largest previous one is an outlier."""
 
-NOW, AGO, PAST = 48, 64, 1024
-"""Drifts compare the last 48 rows with those up to 1,024 and 64 rows ago."""
-
-DRIFT, OWN_DRIFT, LONE_DRIFT = math.log(2.5), math.log(1.25), math.log(5.0)
-"""Smallest rise of a drift relative to the other units, and of its own; and of a single norm."""
+STARTS = (1, 3, EARLY_RISE), (8, 16, 0.0)
+"""A run does not start to learn if its losses rise 3 times above the first one in 3 consecutive
+rows, or above all of the first 8 in 16. This needs no earlier rows."""
 
 UPDATE, PARAMETER, LOG_LOSS, LOSS = -4, -3, -2, -1
 """The last columns."""
@@ -85,8 +76,9 @@ class Levels:
 
     def __init__(self, num_units: int, num_taps: int):
         self.units, self.count = slice(1, 1 + num_units), 0
-        kinds = ["gradient", *["part"] * (num_units + num_taps + 1), "parameter", "loss", "loss"]
-        self.width, floor, self.few = np.array([RULES[kind] for kind in kinds]).T
+        parts = ["part"] * (num_units + num_taps + 2)
+        kinds = ["tree" if num_units else "lone", *parts, "loss", "loss"]
+        self.width, floor, self.above = np.array([RULES[kind] for kind in kinds]).T
         self.floor = np.log(floor)
         self.values, self.excesses, self.usual_excesses = np.full((3, 1, len(kinds)), np.nan)
         self.last_outlier = np.full(len(kinds), -HISTORY)
@@ -102,10 +94,10 @@ class Levels:
         rises, thresholds = np.zeros_like(values), np.zeros_like(values)
         drifts, start = np.zeros_like(values[:, : self.units.stop]), 0
         while start < len(values):
-            period = 1 if self.count < EARLY else REFRESH
+            period = 1 if self.count < RECENT else PERIOD
             if self.count % period == 0:
                 self._refresh()
-            if self.count % REFRESH == 0 and self.count >= 2 * AGO:
+            if self.count % PERIOD == 0 and self.count >= WINDOW:
                 drifts[start] = self._drifts()
             part = slice(start, start + period - self.count % period)
             rises[part], thresholds[part] = self._rises(values[part]), self.threshold
@@ -121,9 +113,12 @@ class Levels:
             excess[:, self.units] -= median(change[:, self.units].T)[:, None]
         rise = excess - self.usual
         is_outlier = (rise > self.bound) & (change > self.floor)
-        if 2 < self.count < EARLY:
-            loss, limit = self.values[:, LOG_LOSS], self.values[1, LOG_LOSS] + EARLY_RISE
-            is_outlier[0, LOG_LOSS] |= loss[-3] <= limit < np.min([*loss[-2:], values[0, LOG_LOSS]])
+        if self.count < RECENT:
+            loss = np.append(self.values[:, LOG_LOSS], values[0, LOG_LOSS])
+            for first, last, least in STARTS:
+                before, *losses = loss[-last - 1 :]  # `loss` begins with a NaN
+                if before <= np.max(loss[1 : 1 + first]) + least < np.min(losses):
+                    is_outlier[0, LOG_LOSS], rise[0, LOG_LOSS] = True, np.inf
         index = self.count + np.arange(len(values))[:, None]
         last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
         self.last_outlier, self.count = last[-1], self.count + len(values)
@@ -141,21 +136,21 @@ class Levels:
         spread = 1.4826 * median(abs(self.excesses - self.usual))
         low, high, highest = quantiles(self.usual_excesses, 0.9, 0.99, 0.999)
         rows = np.sum(~np.isnan(self.usual_excesses), axis=0)
-        decades, slope = np.log10(rows.clip(1) / self.few), high - low
+        decades, slope = np.log10(rows.clip(1) / self.above / 100), high - low
         # Norms can have a heavy tail. The quantile of 99.9 % is known after 1,000 rows.
         slope[:LOG_LOSS] = np.fmax(slope, (rows >= 1000) * (highest - high))[:LOG_LOSS]
         tail = high + np.maximum(decades, 0) * slope - self.usual
         tail[0] = min(tail[0], max(LIMIT, LIMIT_WIDTH * spread[0]))
         bound = np.fmax(self.width * spread, tail)
         # Gradient norms change early in training.
-        self.early = max(1.0, 2.4 - self.count / 256)
+        self.early = 2.0 if self.count < 2 * WINDOW else 1.0
         bound[self.units] = self.early * np.fmax(bound, self.floor)[self.units]
         if self.count < WINDOW:
             # While a loss decreases quickly, its spread is large.
             top = np.fmax.reduce(self.excesses[:, LOG_LOSS]) - self.usual[LOG_LOSS]
-            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], np.fmax(top, 0) + EARLY_JUMP)
+            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], np.fmax(top, 0) + EARLY_RISE)
         count = np.sum(~np.isnan(self.excesses), axis=0)
-        bound[count < WARM_UP - 1] = np.inf  # the first value has no excess
+        bound[count < PERIOD - 1] = np.inf  # the first value has no excess
         # Compare the loss, or its logarithm.
         bound[LOSS if count[LOG_LOSS] == count[LOSS] else LOG_LOSS] = np.inf
         self.bound, self.floor[LOSS] = bound, 0.1 * abs(self.level[LOSS])
@@ -166,14 +161,14 @@ class Levels:
     def _drifts(self) -> HostArray:
         """Return by how much the gradient norms have slowly risen; 0 without a drift."""
         norms = self.values[:, : self.units.stop]
-        rise = median(norms[-NOW:]) - median(norms[-PAST:-AGO])
-        others, limit = 0.0, LONE_DRIFT
+        rise = median(norms[-RECENT:]) - median(norms[:-RECENT])
         if len(rise) > 2:
-            rise[0], others, limit = np.nan, median(rise[self.units]), DRIFT
-        is_drift = (rise - others > self.early * limit) & (rise > OWN_DRIFT)
-        is_drift &= self.count - self.last_drift >= PAST
+            rise -= np.fmax(median(rise[self.units]), 0)
+            rise[0] = np.nan
+        is_drift = rise > self.early * self.floor[: self.units.stop]
+        is_drift &= self.count - self.last_drift >= HISTORY
         self.last_drift[is_drift] = self.count
-        return np.where(is_drift, rise - others, 0)
+        return np.where(is_drift, rise, 0)
 
 
 def _last(count: int, old: HostArray, new: HostArray) -> HostArray:
