@@ -23,13 +23,13 @@ class StableAdamWState(NamedTuple):
 
     Attributes:
         step_count: Number of steps so far, saturating, int32[].
-        first: Moving averages of the gradient, in float32 or wider.
-        second: Moving averages of the squared gradient, in float32 or wider.
+        mu: Moving averages of the gradient, in float32 or wider.
+        nu: Moving averages of the squared gradient, in float32 or wider.
     """
 
     step_count: Scalar
-    first: Tree
-    second: Tree
+    mu: Tree
+    nu: Tree
 
 
 @public
@@ -90,8 +90,8 @@ def stable_adamw(
             dtype = jnp.result_type(param)
             return jnp.zeros_like(param, wide_dtype(dtype) if is_measured(param) else dtype)
 
-        first, second = (jax.tree.map(zeros, params) for _ in range(2))
-        return StableAdamWState(jnp.zeros((), jnp.int32), first, second)
+        mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
+        return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
@@ -103,26 +103,26 @@ def stable_adamw(
         rate: Any = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
-        def step(grad: Array, first: Array, second: Array, param: Array) -> tuple[Array, ...]:
-            dtype = second.dtype
+        def step(grad: Array, mu: Array, nu: Array, param: Array) -> tuple[Array, ...]:
+            dtype = nu.dtype
             wide, d1, d2 = (x.astype(dtype) for x in (grad, *decays))
-            first = d1 * first + (1 - d1) * wide
-            second = d2 * second + (1 - d2) * jnp.square(wide)
+            mu = d1 * mu + (1 - d1) * wide
+            nu = d2 * nu + (1 - d2) * jnp.square(wide)
             tiny = jnp.finfo(dtype).tiny  # `eps^2` may underflow, and at 0 a root has no derivative
-            ratio = wide / jnp.sqrt(jnp.maximum(second, jnp.maximum(eps**2, tiny)))
+            ratio = wide / jnp.sqrt(jnp.maximum(nu, jnp.maximum(eps**2, tiny)))
             size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axis_name))
             rms = norm_of_leaves([ratio], 2.0, axis_name) / math.sqrt(max(size, 1))
-            direction = first / (jnp.sqrt(jnp.maximum(second, tiny)) + eps)
+            direction = mu / (jnp.sqrt(jnp.maximum(nu, tiny)) + eps)
             direction += weight_decay * param.astype(dtype)
             out = -rate / jnp.maximum(1, rms / clipping) * direction
-            return out.astype(grad.dtype), first, second
+            return out.astype(grad.dtype), mu, nu
 
-        moments = flatten(state.first), flatten(state.second)
+        moments = flatten(state.mu), flatten(state.nu)
         columns = grads.arrays, *(x.arrays for x in moments), grads.beside(params)
         rows = list(map(step, *columns))
         out, *new = ([row[i] for row in rows] for i in range(3))
-        first, second = (x.replace(y) for x, y in zip(moments, new, strict=True))
-        return grads.replace(out), StableAdamWState(count, first, second)
+        mu, nu = (x.replace(y) for x, y in zip(moments, new, strict=True))
+        return grads.replace(out), StableAdamWState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 

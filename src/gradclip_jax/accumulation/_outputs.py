@@ -52,7 +52,7 @@ def run_micro_batches(
 
     def step(carry: Tree, x: tuple[Array, Scalar]) -> tuple[Tree, Tree]:
         run = functools.partial(add, x)
-        stacked, carry = run_step(x[0] < real, run, carry) if is_traced(real) else run(carry)
+        stacked, carry = run_step(x[0] < real if is_traced(real) else True, run, carry)
         return carry, stacked
 
     def padded(like: jax.ShapeDtypeStruct, stack: Array) -> Array:

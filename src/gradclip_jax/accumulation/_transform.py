@@ -53,7 +53,7 @@ def accumulate_gradients(
 
     | micro-batch | result |
     | --- | --- |
-    | `weight=0`, even with NaN gradients | counted, but contributes 0 |
+    | `weight=0`, even with NaN gradients | contributes 0; counted, unless `flush=True` |
     | NaN gradient | affects only its window; an outer `skip_nonfinite` skips the micro-batch |
     | the last of an epoch, with `flush=True` | emits the window, divided by its total weight |
     | the last of a window with a total weight of 0 | zero update; the inner state does not change |
@@ -84,8 +84,7 @@ def accumulate_gradients(
         inner: Gradient transformation, which must not contain another accumulation.
         every: Number of micro-batches in an accumulation window; an integer >= 1, or a function
             from the gradient step, int32[], to such a number (`every_k_schedule` in Optax). The
-            integer 1 allocates no accumulator. It also emits an open window in the state of a
-            longer accumulation.
+            integer 1 allocates no accumulator.
         reduction: "mean" or "sum". To accumulate leaves that are not gradients in another way, such
             as the statistics of an fp8 layer, use `optax.partition`.
         accumulator_dtype: Dtype of the sum for leaves of up to 32 bits. Complex leaves use the
@@ -175,7 +174,7 @@ class Accumulation(NamedTuple):
         """
         check_state(state, AccumulationState)
         weight, flush, emit = _read_call(extra_args)
-        if jax.tree.leaves(state.acc_grads) or not self.is_one:
+        if not self.is_one:
             check_same_structure(grads, state.acc_grads)
         elif emit is False:
             hint = "Pass a larger `every`, for which `init` allocates an accumulator."

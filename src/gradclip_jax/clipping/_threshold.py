@@ -25,9 +25,10 @@ from ._norm import Norms, split
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
 
-    A rule is elementwise. Norms are float32 arrays of any shape; the global norm has shape (). Each
-    array of the state has shape () or a shape that ends with the shape of the norms. The state does
-    not change in a step with a non-finite norm, because such a step is discarded.
+    A rule with a state receives all its norms at once, as a float32 vector, or as a scalar for one
+    norm. A rule without a state is elementwise, and may receive its norms in several arrays of any
+    shape. Each array of the state has shape () or a shape that ends with the shape of the norms.
+    The state does not change in a step with a non-finite norm, because such a step is discarded.
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
@@ -36,7 +37,6 @@ class Rule:
             norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
             unit of the norm. A threshold <= 0 results in a zero update.
         uses_params: Whether `update` needs the norms of the parameters.
-        counts_steps: Whether the state counts steps, including steps with a non-finite norm.
         allow_negative: Whether `update` supports negative values, such as losses.
 
     Examples:
@@ -54,12 +54,15 @@ class Rule:
     init: Callable[[Array], Tree]
     update: Callable[[Array, Tree, Array | None], tuple[Array, Tree]]
     uses_params: bool = False
-    counts_steps: bool = False
     allow_negative: bool = False
 
 
 class _Constant(Rule):
     """A rule for a number, which is the same for all norms."""
+
+
+class _Scheduled(Rule):
+    """A rule for a schedule, whose state also counts steps with a non-finite norm."""
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -79,7 +82,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
             raise type_error(argument, rule, describe(value), hint)
         return jnp.asarray(value), increment_where(count)
 
-    return Rule(init, update, counts_steps=True)
+    return _Scheduled(init, update, allow_negative=True)
 
 
 @public
@@ -169,7 +172,7 @@ def apply_rule(
     """
     # States are float32, so a larger norm counts as the largest float32 and changes no state.
     value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
-    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | rule.counts_steps
+    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | isinstance(rule, _Scheduled)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     threshold, proposed = rule.update(value.astype(jnp.float32), state, given)
     threshold = jnp.broadcast_to(jnp.asarray(threshold).astype(norm.dtype), norm.shape)

@@ -340,7 +340,7 @@ def adaptive_grad_clip(
 @public
 def autoclip(
     percentile: Number = 10.0,
-    window: Count | None = None,
+    window: Count = 1000,
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
@@ -354,8 +354,7 @@ def autoclip(
     Args:
         percentile: Percentile from 1 to 100, with linear interpolation as in
             `numpy.percentile`.
-        window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
-            all norms.
+        window: Number of norms in the window, 1 to 2^20, static. The paper uses all norms.
         axis_name: See `clip_by_global_norm`.
 
     Returns:
@@ -377,8 +376,7 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    rule = percentile_rule(percentile, 1000 if window is None else window)
-    return norm_clip("percentile", rule, axis_name=axis_name)
+    return norm_clip("percentile", percentile_rule(percentile, window), axis_name=axis_name)
 
 
 @public
@@ -480,7 +478,7 @@ def adagc(
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
-        # `norms` is a vector of all leaf norms, because this rule has a state.
+        # This rule is not elementwise: it has a state, and so receives the norms of all leaves.
         factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
         thresholds, state = rule.update(scaled, state, None)

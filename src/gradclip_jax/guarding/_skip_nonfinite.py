@@ -140,10 +140,11 @@ def finite_guard(function: str, kind: type, check: Check, mask: Mask, axes: Axis
         count = increment_where(state.skipped_nonfinite, skipped)
         return state._replace(skipped_nonfinite=count)
 
-    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
     guard = Guard(function, kind, check_gradient, advance, mask=mask, axis_name=axes)
-    is_step = check == "step"
-    return guard._replace(check_step=check_step if is_step else None, checks_window=not is_step)
+    if check == "gradient":
+        return guard._replace(checks_window=True)
+    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
+    return guard._replace(check_step=check_step)
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:

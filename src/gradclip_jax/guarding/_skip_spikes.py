@@ -42,7 +42,7 @@ class SkipSpikesState(NamedTuple):
         skipped_nonfinite: Number of steps skipped because of a non-finite norm or loss.
         consecutive_skips: Number of steps without an applied update since the last one.
         guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        signals: State of the threshold rule for each of "norm" and "loss".
+        rule_states: State of the threshold rule for each of "norm" and "loss".
         inner_state: State of the inner optimizer.
     """
 
@@ -54,7 +54,7 @@ class SkipSpikesState(NamedTuple):
     skipped_nonfinite: Scalar
     consecutive_skips: Scalar
     guard_failed: Scalar
-    signals: dict[str, Tree]
+    rule_states: dict[str, Tree]
     inner_state: Tree
 
 
@@ -137,17 +137,17 @@ def skip_spikes(
         is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
         thresholds: dict[str, Scalar] = {}
         spikes: dict[str, Scalar] = {}
-        signals: dict[str, Tree] = {}
+        rule_states: dict[str, Tree] = {}
         for key, rule in rules.items():
-            old = call.state.signals[key]
-            thresholds[key], signals[key] = apply_rule(rule, values[key], old, is_finite=is_finite)
+            given = rule, values[key], call.state.rule_states[key]
+            thresholds[key], rule_states[key] = apply_rule(*given, is_finite=is_finite)
             spikes[key] = is_finite & ~(values[key] <= thresholds[key])
         is_spike = functools.reduce(jnp.logical_or, spikes.values())
-        return is_finite & ~is_spike, (thresholds, signals, spikes, is_finite)
+        return is_finite & ~is_spike, (thresholds, rule_states, spikes, is_finite)
 
     def fields(params: Tree) -> dict[str, Tree]:
-        signals = {key: init_state(rule) for key, rule in rules.items()}
-        found = {"signals": signals, "skip_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
+        states = {key: init_state(rule) for key, rule in rules.items()}
+        found = {"rule_states": states, "skip_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
         if loss is None:
             return found | {"loss_threshold": None, "skipped_large_loss": None}
         return found | {"loss_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
@@ -162,7 +162,7 @@ _HINT = "Pass `gcx.thresholds.mean_std()`, or `allow_negative=True` to your own 
 def _as_rule(argument: str, threshold: Threshold, low: float = 0.0) -> Rule:
     """Convert a threshold for values above `low` to a rule that needs no parameters."""
     rule = as_rule(argument, threshold, low=low)
-    is_adaptive = bool(jax.tree.leaves(init_state(rule))) and not rule.counts_steps
+    is_adaptive = bool(jax.tree.leaves(init_state(rule)))
     if rule.uses_params or (low < 0 and is_adaptive and not rule.allow_negative):
         must = "a threshold that needs no parameters and, for the loss, allows negative values"
         raise value_error(argument, must, "another rule", _HINT)
@@ -171,7 +171,7 @@ def _as_rule(argument: str, threshold: Threshold, low: float = 0.0) -> Rule:
 
 def _advance(state: SkipSpikesState, observed: Tree, skipped: Scalar) -> SkipSpikesState:
     """Keep the thresholds and the states of the rules, and count a skip by its causes."""
-    thresholds, signals, spikes, is_finite = observed
+    thresholds, rule_states, spikes, is_finite = observed
     if state.skipped_large_loss is not None:
         count = increment_where(state.skipped_large_loss, skipped & spikes["loss"])
         state = state._replace(loss_threshold=thresholds["loss"], skipped_large_loss=count)
@@ -179,5 +179,5 @@ def _advance(state: SkipSpikesState, observed: Tree, skipped: Scalar) -> SkipSpi
         skip_threshold=thresholds["norm"].astype(jnp.float32),
         skipped_large_norm=increment_where(state.skipped_large_norm, skipped & spikes["norm"]),
         skipped_nonfinite=increment_where(state.skipped_nonfinite, skipped & ~is_finite),
-        signals=signals,
+        rule_states=rule_states,
     )

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from .._leaves import wide_dtype
 from .._types import Array
 
-Labels: TypeAlias = tuple[int, ...]
+AxisLabels: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Factor:
     """
 
     array: Array
-    labels: Labels
+    labels: AxisLabels
     hot: int | None = None
     size: int = 0
 
@@ -60,7 +60,7 @@ class Term:
     """
 
     factors: tuple[Factor, ...]
-    axes: tuple[Labels, ...]
+    axes: tuple[AxisLabels, ...]
 
     @functools.cached_property
     def sizes(self) -> dict[int, int]:
@@ -78,7 +78,7 @@ class Term:
         return tuple([math.prod([self.sizes[k] for k in axis]) for axis in self.axes])
 
     @functools.cached_property
-    def kept(self) -> Labels:
+    def kept(self) -> AxisLabels:
         """The labels that are not summed over, in the order of the value's axes."""
         return tuple([k for axis in self.axes for k in axis])
 
@@ -203,7 +203,7 @@ Value: TypeAlias = Array | Factored
 
 
 def product(
-    like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[Labels]
+    like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[AxisLabels]
 ) -> Factored:
     """Represent an array as one product of factors without labels of length one.
 
@@ -266,12 +266,12 @@ def _multiply(term: Term) -> Array:
     return jnp.moveaxis(placed, 0, kept.index(cast(int, hot.hot))).reshape(term.shape)
 
 
-def einsum(factors: Sequence[Factor], out: Labels) -> Array:
+def einsum(factors: Sequence[Factor], out: AxisLabels) -> Array:
     """Contract dense factors and return the result in float32 or a wider dtype."""
     dtypes = {f.array.dtype for f in factors}
     wide = functools.reduce(wide_dtype, dtypes, jnp.float32)
     is_cast = len(dtypes) > 1 or len(factors) == 1
-    operands: list[Array | Labels] = []
+    operands: list[Array | AxisLabels] = []
     for f in factors:
         operands += [f.array.astype(wide) if is_cast else f.array, f.labels]
     return jnp.einsum(*operands, out, precision=lax.Precision.HIGHEST, preferred_element_type=wide)

@@ -18,14 +18,16 @@ from jax import lax
 from .._leaves import wide_dtype
 from .._types import Array, Scalar
 from ..clipping._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
-from ._factored import Factor, Factored, Labels, Term, Value, as_wide_array, einsum
+from ._factored import AxisLabels, Factor, Factored, Term, Value, as_wide_array, einsum
 
-# Relative rounding error of a contraction, as a multiple of the machine epsilon.
-# The error is small because backends sum over axes and tokens in blocks.
+# Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
+# error that `_gram` measures. It is an empirical margin: on a CPU, the measured error alone was
+# sufficient for 16 to 256 tokens of 512 to 4,096 normal, uniform, log-normal or equal elements.
 _ROUNDING = 4
 # Maximum relative error of a squared norm; the norm has half of this error.
 _TOLERANCE = 2e-5
-# The error bound adds this constant to absolute values, because their squares may underflow.
+# The error bound adds this constant to elements of Gram matrices, because backends may replace
+# products below 2^-126 by zero. It bounds the sum of 2^26 such products.
 _FLOOR = 2.0**-100
 
 
@@ -95,7 +97,7 @@ def _by_rows(term: Term) -> Term:
     return Term(tuple(factors), tuple((i,) for i in range(len(kept))))
 
 
-Kind: TypeAlias = tuple[bool, int, Labels]
+Kind: TypeAlias = tuple[bool, int, AxisLabels]
 """Labels of a factor. Factors of one kind can be concatenated along their rows."""
 
 
@@ -154,7 +156,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     dtype = norm_dtype([array])
     each = jnp.maximum(squares(f.array, dtype, jnp.ones((), dtype)), float(jnp.finfo(dtype).tiny))
     sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], (*shared, n))
-    # The error of squares near underflow can be ignored, because `_FLOOR` is larger.
+    # Below 2^10 * `_FLOOR`, the bound includes `_FLOOR`, which exceeds a relative error of 2^-10.
     off = jnp.abs(diagonal - sizes) / jnp.where(sizes > 2**10 * _FLOOR, sizes, 1)
     gram = Factor(array, (*shared, n, n + 1))
     bound = jnp.abs(array) + jnp.where(sizes > 0, _FLOOR, 0)[..., None]

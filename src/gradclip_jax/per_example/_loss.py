@@ -14,7 +14,7 @@ from .._checks import check_callable, describe, labels_of
 from .._errors import type_error
 from .._leaves import is_measured, measured_leaves
 from .._mesh import vary, varying_axes, zeros_of_type
-from .._run_if import run_if, trace
+from .._run_if import run_step, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
@@ -167,18 +167,17 @@ def sum_parts(
     """Run `step` on each micro-batch, sum its first outputs and concatenate its second outputs."""
     if parts == 1 and real is None:
         return step(batch)
-    run, output = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
-    zeros = jax.tree.map(zeros_of_type, output)
+    run, (like, _) = trace(lambda index: step(part_of(batch, parts, index)), jnp.int32(0))
 
     def body(sums: Tree, index: Array) -> tuple[Tree, Tree]:
-        def add(carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        def add(sums: Tree) -> tuple[Tree, Tree]:
             new, rows = run(index)
-            return jax.tree.map(jnp.add, carry[0], new), rows
+            return rows, jax.tree.map(jnp.add, sums, new)
 
-        carry = sums, zeros[1]
-        if real is None:
-            return add(carry)
-        return run_if(index < jnp.asarray(real, jnp.int32), add, carry)
+        is_real = True if real is None else index < jnp.asarray(real, jnp.int32)
+        rows, sums = run_step(is_real, add, sums)
+        return sums, rows
 
-    sums, rows = lax.scan(body, zeros[0], jnp.arange(parts, dtype=jnp.int32))
+    zeros = jax.tree.map(zeros_of_type, like)
+    sums, rows = lax.scan(body, zeros, jnp.arange(parts, dtype=jnp.int32))
     return sums, jax.tree.map(in_order, rows)

@@ -30,10 +30,10 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._factored import Factor, Factored, Labels, Term, Value, as_factored, product
+from ._factored import AxisLabels, Factor, Factored, Term, Value, as_factored, product
 
 
-class Rule(NamedTuple):
+class PrimitiveRule(NamedTuple):
     """The evaluation rule of a primitive.
 
     Attributes:
@@ -163,7 +163,7 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Factored | None:
     patches = patches.reshape(groups, n, *patches.shape[1:])
     left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(window))))
     right = Factor(rhs.reshape(groups, features // groups, *rhs.shape[1:]), (g, o, c, *k))
-    labels: list[Labels] = [(b,), (g, o), *((label,) for label in y)]
+    labels: list[AxisLabels] = [(b,), (g, o), *((label,) for label in y)]
     return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
 
 
@@ -221,18 +221,20 @@ def _update_slice(_: JaxprEqn, zeros: Value, update: Value, *start: Array) -> Fa
     return _rows_at(as_factored(update), number, axis, zeros.shape[axis], others)
 
 
-RULES: dict[str, Rule] = {
-    "dot_general": Rule(_dot_general, (), starts=True),
-    "conv_general_dilated": Rule(_convolution, (), starts=True),
+RULES: dict[str, PrimitiveRule] = {
+    "dot_general": PrimitiveRule(_dot_general, (), starts=True),
+    "conv_general_dilated": PrimitiveRule(_convolution, (), starts=True),
     # The name depends on the version of JAX.
-    **dict.fromkeys(("scatter-add", "scatter_add"), Rule(_scatter_add, _added_to, starts=True)),
-    "dynamic_update_slice": Rule(_update_slice, (0, 1)),
-    "broadcast_in_dim": Rule(_broadcast, starts=True),
-    "transpose": Rule(lambda eqn, x: x.arrange(eqn.params["permutation"])),
-    "convert_element_type": Rule(_cast),
+    **dict.fromkeys(
+        ("scatter-add", "scatter_add"), PrimitiveRule(_scatter_add, _added_to, starts=True)
+    ),
+    "dynamic_update_slice": PrimitiveRule(_update_slice, (0, 1)),
+    "broadcast_in_dim": PrimitiveRule(_broadcast, starts=True),
+    "transpose": PrimitiveRule(lambda eqn, x: x.arrange(eqn.params["permutation"])),
+    "convert_element_type": PrimitiveRule(_cast),
     # Ignore sharding constraints on per-example gradients, because only their sum is sharded.
-    **dict.fromkeys(("sharding_constraint", "reshard"), Rule(lambda _, x: x)),
-    **dict.fromkeys(("add", "add_any"), Rule(_add, (0, 1))),
-    "concatenate": Rule(_concatenate, lambda eqn: range(len(eqn.invars))),
-    "split": Rule(_split),
+    **dict.fromkeys(("sharding_constraint", "reshard"), PrimitiveRule(lambda _, x: x)),
+    **dict.fromkeys(("add", "add_any"), PrimitiveRule(_add, (0, 1))),
+    "concatenate": PrimitiveRule(_concatenate, lambda eqn: range(len(eqn.invars))),
+    "split": PrimitiveRule(_split),
 }
