@@ -196,8 +196,7 @@ def is_finite_step(
         place = next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
         if not is_measured(x) or place in excluded:
             continue
-        is_number = old is not None and place is None and np.ndim(x) == 0
-        bad = jnp.isnan(x) if is_number else is_bad(x)
+        bad = jnp.isnan(x) if place is None and np.ndim(x) == 0 else is_bad(x)
         if old is not None:
             bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(old)))
         # Combine the update and the moments of a parameter, so that XLA reads them once.
