@@ -35,7 +35,7 @@ class ClipState(NamedTuple):
     of scalars.
 
     Attributes:
-        grad_norm: Norm of all measured leaves before clipping.
+        grad_norm: Norm of all leaves that are clipped, before clipping.
         clip_threshold: Threshold (the smallest one if several norms are clipped); the largest
             float32 before the first step.
         clip_factor: Factor that multiplies the update (the smallest one if several norms are

@@ -55,7 +55,7 @@ def clip_by_norm(
     | step | update |
     | --- | --- |
     | norm <= threshold, or all zero | unchanged bit for bit, unless `reaction` is a function |
-    | a NaN or infinity | every measured leaf is NaN, which a guard detects |
+    | a NaN or infinity | every leaf with a norm is NaN, which a guard detects |
     | traced threshold <= 0 | zero |
 
     Args:
@@ -215,8 +215,8 @@ def clip_by_group_norm(
 ) -> optax.GradientTransformation:
     """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves whose label is not in `max_norms` are neither clipped nor measured. A NaN or infinity in
-    a measured leaf makes all measured leaves NaN.
+    Leaves whose label is not in `max_norms` remain unchanged and belong to no norm. A NaN or
+    infinity in one of the other leaves makes all of them NaN.
 
     Args:
         max_norms: Mapping from label to threshold; a positive number, a traced scalar, a schedule,

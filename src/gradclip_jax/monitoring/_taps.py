@@ -93,7 +93,6 @@ def tap(x: Array, probe: Array | None) -> Array:
         ValueError: In the backward pass, if `probe` is not float32[2, 4]. Do not cast probes, and
             pass those of stacked layers to `lax.scan` as `xs`.
 
-
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
         >>> def loss(w, probes, x):
