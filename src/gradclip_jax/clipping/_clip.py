@@ -191,7 +191,8 @@ def _clipped(
     stacked = factors if len(factors) == 1 else list(map(respond, stacks, limits))
     metrics = total, *_summary(limits, stacked, axis_name if units.is_local else ())
     if units.names:
-        columns = (zip(units.names, x, strict=True) for x in (norms, thresholds, factors))
+        bounds = [jnp.minimum(x, UNBOUNDED) for x in thresholds]
+        columns = (zip(units.names, x, strict=True) for x in (norms, bounds, factors))
         metrics = *({str(name): x for name, x in pairs} for pairs in columns), metrics[-1]
     entries = units.entries
     measured = [x for x, i in zip(leaves, entries, strict=True) if i is not None]

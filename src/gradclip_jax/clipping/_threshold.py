@@ -174,7 +174,11 @@ def apply_rule(
     value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
     keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | isinstance(rule, _Scheduled)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
-    threshold, proposed = rule.update(value.astype(jnp.float32), state, given)
+    result = rule.update(value.astype(jnp.float32), state, given)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        hint = "Return a tuple from `Rule.update`."
+        raise type_error("threshold", "a threshold and the next state", describe(result), hint)
+    threshold, proposed = result
     threshold = jnp.broadcast_to(jnp.asarray(threshold).astype(norm.dtype), norm.shape)
     if norm.dtype == jnp.float64:
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)

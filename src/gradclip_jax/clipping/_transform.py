@@ -340,7 +340,7 @@ def adaptive_grad_clip(
 @public
 def autoclip(
     percentile: Number = 10.0,
-    window: Count = 1000,
+    window: Count | None = None,
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformation:
@@ -354,7 +354,8 @@ def autoclip(
     Args:
         percentile: Percentile from 1 to 100, with linear interpolation as in
             `numpy.percentile`.
-        window: Number of norms in the window, 1 to 2^20, static. The paper uses all norms.
+        window: Number of norms in the window, 1 to 2^20, static; None means 1000. The paper uses
+            all norms.
         axis_name: See `clip_by_global_norm`.
 
     Returns:
@@ -376,7 +377,9 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    return norm_clip("percentile", percentile_rule(percentile, window), axis_name=axis_name)
+    # `optax.inject_hyperparams` would trace a default number.
+    rule = percentile_rule(percentile, 1000 if window is None else window)
+    return norm_clip("percentile", rule, axis_name=axis_name)
 
 
 @public

@@ -124,8 +124,9 @@ class _Result(NamedTuple):
         state: The next state.
         accepted: Whether all guards accepted the gradient of this call and, without an
             accumulation, the computed step.
-        progressed: Whether the call applied a step, or accumulated the gradient with a weight. An
-            accumulation may apply a step although a guard rejected the gradient of this call.
+        applied: Whether the call applied a step. An accumulation may apply a step although a guard
+            rejected the gradient of this call.
+        progressed: Whether the call applied a step, or accumulated the gradient with a weight.
         is_empty: Whether a window closed without weight.
         rejected_by: Index of the guard that rejected the gradient of a window or the computed step,
             or `_NOBODY`.
@@ -135,6 +136,7 @@ class _Result(NamedTuple):
     target: Tree
     state: Tree
     accepted: Flag
+    applied: Array
     progressed: Array
     is_empty: Flag
     rejected_by: Array
@@ -166,7 +168,8 @@ def _execute(
     | --- | --- | --- |
     | the guard that counts the skip | + 1 | updated |
     | other guards, if a check fails | + 1 | unchanged |
-    | guards that ran, if no check fails | 0 | updated |
+    | guards that ran, if an update was applied | 0 | updated |
+    | guards outside an accumulation, if the window stays open | unchanged | updated |
     | all guards, if the window closes without weight | + 1 | unchanged |
     | all guards, if an update was applied although a micro-batch was skipped | 0 | as above |
     | guards inside an accumulation whose window stays open | unchanged | unchanged |
@@ -212,7 +215,7 @@ def _guard(call: Call, i: int, guard: Guard) -> _Result:
     is_observed = skipped | result.accepted & result.progressed & is_weighted
     new = optax.tree.where(is_observed, new, old)
     has_failed = result.is_empty | (is_weighted | skipped) & ~result.progressed
-    new = _count(guard, new, has_failed, reset=result.progressed)
+    new = _count(guard, new, has_failed, reset=result.applied)
     norm = jnp.where(is_weighted, norm.astype(jnp.float32), state.grad_norm)
     return result._replace(state=new._replace(grad_norm=norm, inner_state=result.state))
 
@@ -240,19 +243,20 @@ def _accumulate(call: Call, i: int, accumulation: Accumulation) -> _Result:
         accepted, rejected_by = _first_rejection(True, checks)
         result = _run_gate(inner._replace(accepted=accepted), i + 1)
         rejected_by = jnp.where(accepted, result.rejected_by, rejected_by)
-        after = result.target, result.state, accumulator, result.progressed, rejected_by
-        return result.output, after
+        flags = result.applied, result.progressed
+        return result.output, (result.target, result.state, accumulator, flags, rejected_by)
 
     is_added = jnp.asarray(call.accepted & call.is_weighted)
-    carry = call.target, state.inner_opt_state, state.acc_grads, is_added, jnp.int32(_NOBODY)
+    flags = jnp.array(False), is_added
+    carry = call.target, state.inner_opt_state, state.acc_grads, flags, jnp.int32(_NOBODY)
     output, carry = run_step(micro_step.emits, emit, carry)
-    target, inner_state, accumulator, progressed, rejected_by = carry
+    target, inner_state, accumulator, flags, rejected_by = carry
     is_empty = micro_step.is_empty
     inner_state = _count_empty(call.gates[i + 1 :], inner_state, is_empty)
     emitted = micro_step.emits & (rejected_by > i)  # an outer guard drops the window
     state = micro_step.finish(inner_state, accumulator, emitted)
-    progressed &= jnp.logical_not(is_empty)
-    return _Result(output, target, state, call.accepted, progressed, is_empty, rejected_by)
+    flags = (flag & jnp.logical_not(is_empty) for flag in flags)
+    return _Result(output, target, state, call.accepted, *flags, is_empty, rejected_by)
 
 
 def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
@@ -293,9 +297,10 @@ def _optimize(call: Call) -> _Result:
     num_empty, num_empty_after = (sum(x.empty_windows for _, x in found) for found in windows)
     is_empty = jnp.asarray(num_empty < num_empty_after)
     progressed = accepted & ~is_empty
+    applied = progressed & has_stepped(after)
     if call.is_weighted is not True:
-        progressed &= call.is_weighted | has_stepped(after)
-    return _Result(output, target, after, accepted, progressed, is_empty, rejected_by)
+        progressed &= call.is_weighted | applied
+    return _Result(output, target, after, accepted, applied, progressed, is_empty, rejected_by)
 
 
 def _update(call: Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, Tree]:

@@ -111,3 +111,9 @@ def test_a_reaction_of_ones_own_gets_no_threshold_that_is_infinite():
     for threshold in (jnp.inf, rule):
         clip = gcx.clip_by_norm(threshold, reaction=lambda n, t: t / n * jnp.tanh(n / t))
         assert step(clip, np.float32([3.0, 4.0]))[0].tolist() == [3.0, 4.0]
+
+
+def test_a_rule_that_returns_only_a_threshold_raises():
+    rule = gcx.thresholds.Rule(jnp.zeros_like, lambda norm, *_: norm)
+    with pytest.raises(TypeError, match=r"next state, got float32\[2\]. Return a tuple"):
+        step(gcx.clip_by_leaf_norm(rule), [jnp.ones(2), jnp.ones(3)])

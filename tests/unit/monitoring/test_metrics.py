@@ -92,7 +92,7 @@ def test_metrics_of_several_guards_are_combined():
     _, state = feed(tx, [1.0, 1.0, np.nan, 1.0, 50.0, 50.0, 50.0, np.inf])
     found = {key: int(x) for key, x in gcx.metrics(state).items() if x.dtype != jnp.float32}
     assert found == {
-        "consecutive_skips": 2,  # the largest
+        "consecutive_skips": 4,  # the largest
         "consecutive_skips/inner_state/inner_opt_state": 2,
         "empty_windows": 0,
         "gradient_step": 3,  # the guard inside skipped two of them
