@@ -20,7 +20,7 @@ from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import discard_windows, find_role, has_stepped, increment_where, plain_arrays
 from .._types import Array, Tree
 from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
-from ._gate import Accumulation, Call, ExtraArgs, Guard, check_guard, params_of
+from ._gate import AccumulationGate, Call, ExtraArgs, Guard, check_guard, params_of
 
 _NOBODY: Final = jnp.iinfo(jnp.int32).max
 """Index of the guard that rejected a step, if none did; larger than all others."""
@@ -41,7 +41,7 @@ class GatedUpdate:
 
     __name__: ClassVar[str] = "update"
     innermost: optax.GradientTransformationExtraArgs
-    gates: tuple[Guard | Accumulation, ...]
+    gates: tuple[Guard | AccumulationGate, ...]
 
     def __call__(
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
@@ -51,7 +51,7 @@ class GatedUpdate:
 
 
 def gated(
-    gate: Guard | Accumulation, inner: optax.GradientTransformation
+    gate: Guard | AccumulationGate, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation in a guard or an accumulation."""
     if isinstance(gate, Guard):
@@ -169,13 +169,14 @@ def _execute(
     | the guard that counts the skip | + 1 | updated |
     | other guards, if a check fails | + 1 | unchanged |
     | guards that ran, if an update was applied | 0 | updated |
-    | guards outside an accumulation, if the window stays open | unchanged | updated |
-    | all guards, if the window closes without weight | + 1 | unchanged |
+    | outer guards, if no check fails and the window stays open | unchanged | updated |
     | all guards, if an update was applied although a micro-batch was skipped | 0 | as above |
     | guards inside an accumulation whose window stays open | unchanged | unchanged |
     | guards outside an accumulation that do not skip, if the weight is 0 | unchanged | unchanged |
+    | all guards, if the window closes without weight | + 1 | unchanged |
 
-    Guards outside an accumulation do not check a micro-batch of weight 0, which it ignores.
+    The last row that applies holds. Guards outside an accumulation do not check a micro-batch of
+    weight 0, which it ignores.
     """
     with named(update.gates[0].function):
         warn_of_misspelled(extra_args)
@@ -228,7 +229,7 @@ def _count(guard: Guard, state: Tree, has_failed: Flag, reset: Flag = False) -> 
     return state._replace(consecutive_skips=streak, guard_failed=failed)
 
 
-def _accumulate(call: Call, i: int, accumulation: Accumulation) -> _Result:
+def _accumulate(call: Call, i: int, accumulation: AccumulationGate) -> _Result:
     """Add a micro-batch, and run what is inside the accumulation if the window closes."""
     state, accepted = call.state, call.accepted if call.outer else None
     micro_step = accumulation.micro_step(call.grads, state, accepted, call.extra_args)

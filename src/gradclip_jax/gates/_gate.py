@@ -103,7 +103,7 @@ def _check_inner(inner_state: Tree) -> None:
         raise type_error("inner", rule, "one that contains it", hint)
 
 
-class Accumulation(Protocol):
+class AccumulationGate(Protocol):
     """An accumulation, which runs its inner transformation once for each window."""
 
     @property
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     """
 
     innermost: optax.GradientTransformationExtraArgs
-    gates: tuple[Guard | Accumulation, ...]
+    gates: tuple[Guard | AccumulationGate, ...]
     incoming: Tree
     params: Tree
     target: Tree
