@@ -64,11 +64,17 @@ class AccumulationStats(NamedTuple):
         total_micro_batches: Number of micro-batches so far; the counter saturates.
         total_updates: Number of completed windows; the counter saturates.
         accumulation_steps: Number of micro-batches in the current window.
+        registered_params: Number of accumulated leaves; 0 with `every=1`.
+        total_param_elements: Total number of elements in these leaves.
+        effective_batch_multiplier: Ratio of the batch size to the micro-batch size.
     """
 
     total_micro_batches: int | Scalar
     total_updates: int | Scalar
     accumulation_steps: int | Scalar
+    registered_params: int
+    total_param_elements: int
+    effective_batch_multiplier: int | Scalar
 
 
 @public
@@ -180,13 +186,13 @@ def reset_accumulation(state: Tree) -> Tree:
 
 @public
 def accumulation_stats(state: Tree) -> AccumulationStats:
-    """Count micro-batches and updates.
+    """Count micro-batches, updates and parameters.
 
     Args:
         state: State of `accumulate_gradients`, or a state that contains it.
 
     Returns:
-        The counts as integers, or as traced scalars inside jit.
+        The counts as integers. Inside jit, the step counts are traced scalars.
 
     Raises:
         TypeError: If the state does not contain exactly one accumulation.
@@ -194,15 +200,15 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=8)
-        >>> params = jnp.zeros(3)
-        >>> _, state = tx.update(params, tx.init(params), params)
-        >>> stats = gcx.diagnostics.accumulation_stats(state)
-        >>> stats.total_micro_batches, stats.total_updates, stats.accumulation_steps
-        (1, 0, 8)
+        >>> stats = gcx.diagnostics.accumulation_stats(tx.init(jnp.zeros((2, 3))))
+        >>> stats.total_micro_batches, stats.accumulation_steps, stats.total_param_elements
+        (0, 8, 6)
     """
     (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
-    return AccumulationStats(*(x if is_traced(x) else int(x) for x in counts))
+    micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
+    sizes = [x.size for x in jax.tree.leaves(window.acc_grads)]
+    return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
 
 
 def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:

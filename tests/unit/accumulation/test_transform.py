@@ -269,14 +269,14 @@ def test_reset_and_flush_reach_through_wrappers(wrap):
     assert is_zero(nothing) and bool(gcx.has_updated(state))
 
 
-def test_stats_count_micro_batches_and_updates():
+def test_stats_count_micro_batches_updates_and_parameters():
     params = params_like()
     tx = gcx.watch(gcx.skip_nonfinite(gcx.accumulate_gradients(optax.adam(0.1), 3)))
     _, states = run(tx, params, [params] * 7)
     assert emissions(states) == [False, False, True] * 2 + [False]
     stats = gcx.diagnostics.accumulation_stats(states[-1])
-    # Micro-batches, updates, and the length of a window.
-    assert stats == gcx.diagnostics.AccumulationStats(7, 2, 3)
+    # Micro-batches, updates, the length of a window, parameters, elements, and the length again.
+    assert stats == gcx.diagnostics.AccumulationStats(7, 2, 3, 2, 7, 3)
     assert all(isinstance(x, int) for x in stats)
     traced = jax.jit(gcx.diagnostics.accumulation_stats)(states[-1])
     assert tuple(int(x) for x in traced) == tuple(stats)
