@@ -51,16 +51,6 @@ def trace(function: Callable[..., Tree], *args: Tree) -> tuple[Partial, Tree]:
     return Partial(evaluate, closed.consts), jax.tree.unflatten(structure, closed.out_avals)
 
 
-def run_if(predicate: Flag, step: Callable[[Tree], Tree], carry: Tree) -> Tree:
-    """Return `step(carry)` if the predicate is true, otherwise the carry without a copy.
-
-    If the predicate is known at trace time, no branch is compiled. The carry keeps its dtypes and
-    sharding. Forward- and reverse-mode differentiation use the equivalent `lax.cond`, because JAX
-    cannot differentiate a `while_loop` in reverse mode.
-    """
-    return run_step(predicate, lambda carry: (None, step(carry)), carry)[1]
-
-
 def run_step(
     predicate: Flag,
     step: Callable[[Tree], tuple[Tree, Tree]],
@@ -68,7 +58,11 @@ def run_step(
     *,
     usually: bool = False,
 ) -> tuple[Tree, Tree]:
-    """Run a step that returns `(output, carry)` as in `run_if`, with zeros as default output.
+    """Return `step(carry)` if the predicate is true, otherwise zeros and the carry without a copy.
+
+    The step returns a pair `(output, carry)`. If the predicate is known at trace time, no branch is
+    compiled. The carry keeps its dtypes and sharding. Forward- and reverse-mode differentiation use
+    the equivalent `lax.cond`, because JAX cannot differentiate a `while_loop` in reverse mode.
 
     If `usually` is True, the step is always computed on GPU and TPU, and its result is selected.
     """

@@ -70,9 +70,9 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
     return Granularity(tree_units if granularity == "global" else leaf_units)
 
 
-def unit_names(granularity: Granularity, tree: Tree) -> list[str]:
+def unit_names(granularity: Literal["global", "leaf"] | Granularity, tree: Tree) -> list[str]:
     """Return the names of all norms of a tree, in the order of the norms."""
-    units = granularity.cut(measured_shapes(tree), tree)
+    units = as_granularity(granularity).cut(measured_shapes(tree), tree)
     names = [str(label) for label in units.names]
     leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
     for (path, x), axes in zip(leaves, units.axes or (), strict=False):

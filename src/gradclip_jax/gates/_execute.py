@@ -25,6 +25,9 @@ from ._gate import AccumulationGate, Call, ExtraArgs, Guard, check_guard, params
 _NOBODY: Final = jnp.iinfo(jnp.int32).max
 """Index of the guard that rejected a step, if none did; larger than all others."""
 
+_NO_FLOAT32: Final = """The transformation inside this guard or accumulation raised for float32 \
+gradients, so it receives gradients with the dtypes of the parameters"""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatedUpdate:
@@ -321,9 +324,10 @@ def _update(call: Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, T
     is_widened = given != expected
     try:
         updates, after = run(grads, state)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
         if not is_widened:
             raise
+        warnings.warn(f"{_NO_FLOAT32}: {error}", stacklevel=2)
         return run(like_dtypes(grads, call.incoming), state)
     if updates is grads and not jax.tree.leaves(state):
         warnings.warn(

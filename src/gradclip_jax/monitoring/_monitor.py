@@ -14,23 +14,19 @@ from .._checks import check_number, shortened
 from .._errors import public, value_error
 from .._mask import Mask
 from .._types import HostArray, Tree
-from ..clipping._granularity import Granularity, as_granularity
+from ..clipping._granularity import Granularity
 from ._detect import Detector, Incident, from_lines
 from ._log import LogSource, append_lines, read_lines
-from ._policy import DECISION, Policy, Report
+from ._policy import DECISION, Policy, Report, agreed
 from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
 from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
-_UNITS_EVERY = 50
-"""The log has the norms of units at every step that this number divides."""
-
-_AROUND = 8
-"""It also has them for this number of steps before and after an incident."""
-
-_KEPT = 1024
-"""Number of rows that are kept, for the policy and to start the detection again after a rewind."""
+_UNITS_EVERY, _AROUND, _KEPT = 50, 8, 1024
+"""The log has the norms of units at every step that the first number divides, and for the second
+number of steps before and after an incident. The last is the number of rows that are kept, for the
+policy and to start the detection again after a rewind."""
 
 
 class Monitor:
@@ -89,11 +85,11 @@ class Monitor:
     ):
         self._log, self._which = None if jax.process_index() else log, which
         lines = [] if log is None or callable(log) or not os.path.exists(log) else read_lines(log)
-        rows, names = to_rows(lines, names_of(params, as_granularity(granularity), mask, taps))
+        rows, names = to_rows(lines, names_of(params, granularity, mask, taps))
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self.incidents = from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        self.report = self._policy.update(self.rows, self._recent, rows.end)
+        self.report = agreed(self._policy.update(self.rows, self._recent, rows.end))
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -127,7 +123,7 @@ class Monitor:
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-        report = self._policy.update(self.rows, self._recent, next_step, saved)
+        report = agreed(self._policy.update(self.rows, self._recent, next_step, saved))
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
         lines += to_lines(rows, self.names, with_units)
@@ -215,7 +211,9 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
-    return [*Monitor(params, **options).read(state).incidents]
+    row = find_watch(state, options.pop("which", None)).rows
+    rows, names = read_stack(row, names_of(params, **options))
+    return Detector(names).update(rows)
 
 
 @public
@@ -249,7 +247,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         99 ('loss',)
     """
     lines = read_lines(log, prefix=prefix)
-    monitor = Monitor(())
+    monitor = object.__new__(Monitor)  # the constructor communicates with other processes
     monitor._start(*to_rows(lines))
     if not len(monitor.rows.step):
         hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."

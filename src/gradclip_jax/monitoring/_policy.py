@@ -129,7 +129,7 @@ class Policy:
             saved: Indices of all checkpoints that exist; None if they have not changed.
 
         Returns:
-            A report with the decision of process 0, without incidents and rows.
+            A report without incidents and rows.
         """
         if saved is not None:
             self.saved = set(map(int, saved))
@@ -151,11 +151,11 @@ class Policy:
                     self.last, self.is_pending = Report(step + 1, *facts), True
         self._confirm(rows.step, num_quiet)
         if self.is_pending:
-            return _broadcast(self.last._replace(step=rows.end))
+            return self.last._replace(step=rows.end)
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
         action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
         batch_ids = self.last.batch_ids
-        return _broadcast(Report(rows.end, action, "", self.good_step, batch_ids, count))
+        return Report(rows.end, action, "", self.good_step, batch_ids, count)
 
     def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
         quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
@@ -225,8 +225,8 @@ def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> Hos
     return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
-def _broadcast(report: Report) -> Report:
-    """Return the report of process 0: losses and files may differ between processes."""
+def agreed(report: Report) -> Report:
+    """Return the report of process 0 in all processes, whose losses and files may differ."""
     if jax.process_count() == 1:
         return report
     from jax.experimental import multihost_utils

@@ -14,7 +14,7 @@ import numpy as np
 from .._errors import value_error
 from .._mask import Mask, mask_leaves
 from .._types import Array, HostArray, Scalar, Tree
-from ..clipping._granularity import Granularity, unit_names
+from ..clipping._granularity import unit_names
 from ._taps import SHAPE, STATISTICS, read_sums, statistics
 
 NUM_INTS, TREE = 4, 7
@@ -88,11 +88,14 @@ class Names(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """A number that differs for other units and taps; `watch` keeps it in its state."""
-        return zlib.crc32(repr((self.units, self.taps)).encode())
+        """A number that differs for other units and taps; `watch` keeps it in its state.
+
+        The number 1 is the version of the layout of a row.
+        """
+        return zlib.crc32(repr((1, self.units, self.taps)).encode())
 
 
-def names_of(params: Tree, granularity: Granularity, mask: Mask, taps: Tree | None) -> Names:
+def names_of(params: Tree, granularity: Any = "leaf", mask: Mask = None, taps: Any = None) -> Names:
     """Return the names of the units and taps that `watch` measures."""
     units = unit_names(granularity, mask_leaves(mask, params, params))
     return Names(units=tuple(units), taps=tuple(read_sums("taps", taps)[0]))
