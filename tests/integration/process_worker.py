@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import compat
 import gradclip_jax as gcx
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._policy import DECISION, Policy
+from gradclip_jax.monitoring._policy import DECISION, Policy, agreed
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 DEVICES = 8  # of all processes together
@@ -76,9 +76,7 @@ def spread(tree, mesh, specs):
 
 def specs_like(tree, specs):
     """The spec of each leaf of a state: that of the parameter it belongs to, or none."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: specs.get(getattr(path[-1], "key", None), P()), tree
-    )
+    return jax.tree.map_with_path(lambda path, _: specs.get(getattr(path[-1], "key", 0), P()), tree)
 
 
 def whole(tree):
@@ -152,13 +150,14 @@ def shard_map_window():
 
 
 def decision():
-    """Only process 0 has seen a checkpoint and bad rows."""
+    """Only process 0 has seen a checkpoint and bad rows, and reads a log."""
     rows, is_first = Rows.zeros(100, Names()), jax.process_index() == 0
     rows.step[:] = rows.batch_id[:] = np.arange(100)
     rows.outcome[:] = int(Outcome.APPLIED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID)
     bad = [Incident(step, ("loss",)) for step in (50, 51, 52)]
     found = Policy().update(rows, bad if is_first else [], saved=[0] if is_first else [])
-    return found[: len(DECISION)]
+    assert not is_first or gcx.diagnostics.read_log([{"loss": 1.0}]).incidents == []
+    return agreed(found)[: len(DECISION)]
 
 
 def main():
@@ -169,9 +168,7 @@ def main():
         timeouts["shutdown_timeout_seconds"] = 60  # JAX 0.8 and later
     jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process), **timeouts)
     assert jax.process_count() == int(processes) and len(jax.devices()) == DEVICES
-    seen = {layout: by_jit(layout) for layout in LAYOUTS}
-    for case in (shard_map_window, decision):
-        seen[case.__name__] = case()
+    seen = {x: by_jit(x) for x in LAYOUTS} | {f.__name__: f() for f in (shard_map_window, decision)}
     Path(out).write_text(json.dumps(seen))
 
 

@@ -113,7 +113,10 @@ def test_a_reaction_of_ones_own_gets_no_threshold_that_is_infinite():
         assert step(clip, np.float32([3.0, 4.0]))[0].tolist() == [3.0, 4.0]
 
 
-def test_a_rule_that_returns_only_a_threshold_raises():
+def test_a_rule_receives_all_norms_at_once_and_returns_two_values():
+    rule = gcx.thresholds.Rule(lambda norm: (), lambda norm, *_: (2 * jnp.median(norm), ()))
+    clipped, _ = step(gcx.clip_by_leaf_norm(rule), [jnp.ones(1), jnp.ones(1), jnp.full(1, 9.0)])
+    assert [x.item() for x in clipped] == [1, 1, 2]
     rule = gcx.thresholds.Rule(jnp.zeros_like, lambda norm, *_: norm)
     with pytest.raises(TypeError, match=r"next state, got float32\[2\]. Return a tuple"):
         step(gcx.clip_by_leaf_norm(rule), [jnp.ones(2), jnp.ones(3)])
