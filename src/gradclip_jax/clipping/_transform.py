@@ -481,7 +481,7 @@ def adagc(
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
-        # This rule is not elementwise: it has a state, and so receives the norms of all leaves.
+        # `norms` is the vector of the norms of all leaves.
         factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
         thresholds, state = rule.update(scaled, state, None)

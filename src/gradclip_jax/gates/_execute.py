@@ -25,9 +25,6 @@ from ._gate import AccumulationGate, Call, ExtraArgs, Guard, check_guard, params
 _NOBODY: Final = jnp.iinfo(jnp.int32).max
 """Index of the guard that rejected a step, if none did; larger than all others."""
 
-_NO_FLOAT32: Final = """The transformation inside this guard or accumulation raised for float32 \
-gradients, so it receives gradients with the dtypes of the parameters"""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatedUpdate:
@@ -259,8 +256,8 @@ def _accumulate(call: Call, i: int, accumulation: AccumulationGate) -> _Result:
     inner_state = _count_empty(call.gates[i + 1 :], inner_state, is_empty)
     emitted = micro_step.emits & (rejected_by > i)  # an outer guard drops the window
     state = micro_step.finish(inner_state, accumulator, emitted)
-    flags = (flag & jnp.logical_not(is_empty) for flag in flags)
-    return _Result(output, target, state, call.accepted, *flags, is_empty, rejected_by)
+    applied, progressed = (flag & jnp.logical_not(is_empty) for flag in flags)
+    return _Result(output, target, state, call.accepted, applied, progressed, is_empty, rejected_by)
 
 
 def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
@@ -327,7 +324,8 @@ def _update(call: Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, T
     except (TypeError, ValueError) as error:
         if not is_widened:
             raise
-        warnings.warn(f"{_NO_FLOAT32}: {error}", stacklevel=2)
+        message = "The transformation inside this guard or accumulation receives 16-bit gradients"
+        warnings.warn(f"{message}, because it raised for float32: {error}", stacklevel=2)
         return run(like_dtypes(grads, call.incoming), state)
     if updates is grads and not jax.tree.leaves(state):
         warnings.warn(

@@ -24,9 +24,9 @@ from ._watch import find_watch
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY, _AROUND, _KEPT = 50, 8, 1024
-"""The log has the norms of units at every step that the first number divides, and for the second
-number of steps before and after an incident. The last is the number of rows that are kept, for the
-policy and to start the detection again after a rewind."""
+"""The log contains the norms of units at every step that `_UNITS_EVERY` divides, and for `_AROUND`
+steps before and after an incident. `_KEPT` rows are kept for the policy, and to start the detection
+again after a rewind."""
 
 
 class Monitor:
@@ -89,7 +89,9 @@ class Monitor:
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self.incidents = from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        self.report = agreed(self._policy.update(self.rows, self._recent, rows.end))
+        report = self._policy.update(self.rows, self._recent, rows.end)
+        # The monitor of `read_log` has no parameters; one process alone may read a log.
+        self.report = agreed(report) if jax.tree.leaves(params) else report
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -247,7 +249,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         99 ('loss',)
     """
     lines = read_lines(log, prefix=prefix)
-    monitor = object.__new__(Monitor)  # the constructor communicates with other processes
+    monitor = Monitor(())
     monitor._start(*to_rows(lines))
     if not len(monitor.rows.step):
         hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."

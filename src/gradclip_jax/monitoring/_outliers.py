@@ -26,9 +26,14 @@ import numpy as np
 from .._types import HostArray
 
 PERIOD, AFTER, RECENT, WINDOW, HISTORY = 16, 32, 64, 128, 2048
-"""Rows without bounds, and between two computations of them after the first RECENT rows; rows after
-an outlier that are not used for the tail, because a loss decays slowly; recent rows of a drift;
-rows of a median; and rows of a tail."""
+"""Numbers of rows.
+
+PERIOD: Rows without bounds and, after the first RECENT rows, between two computations of them.
+AFTER: Rows after an outlier that are not used for the tail, because a loss decays slowly.
+RECENT: The last rows, which a drift compares with all earlier ones.
+WINDOW: Rows of a median.
+HISTORY: Rows of a tail.
+"""
 
 RULES = {
     # kind: bound in standard deviations, smallest ratio to the level, expected rows above a tail

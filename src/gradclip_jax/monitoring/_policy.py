@@ -154,8 +154,7 @@ class Policy:
             return self.last._replace(step=rows.end)
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
         action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
-        batch_ids = self.last.batch_ids
-        return Report(rows.end, action, "", self.good_step, batch_ids, count)
+        return Report(rows.end, action, "", self.good_step, self.last.batch_ids, count)
 
     def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
         quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
