@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 from jax import lax
 
 import gradclip_jax
@@ -33,6 +34,10 @@ def _one_by_one(fun: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     return list(map(fun, *columns))
 
 
+def _two_sums(total: Callable[..., Any], *terms: Any) -> Any:
+    return jnp.stack([total(x) for x in terms], -1)
+
+
 def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any) -> Any:
     return lax.cond(predicate, lambda x: step(x[1]), lambda x: x, start)
 
@@ -47,15 +52,12 @@ def _forms(name: str, *labels: str) -> dict[str, Replacements]:
 # Name of the workaround, the step of `_rows.ROWS` that shows it, and its alternatives.
 ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
     ("a guard's step", "skip_nonfinite", _forms("_loop_or_select", "cond", "loop")),
-    (
-        "a window's step",
-        "accumulate_gradients(clip)",
-        _forms("_loop", "cond", "select"),
-    ),
+    ("a window's step", "accumulate_gradients(clip)", _forms("_loop", "cond", "select")),
     ("shared", "clip_by_global_norm", {"scalars": {"shared": _not_shared}}),
     ("map_arrays", "adaptive_grad_clip", {"one by one": {"map_arrays": _one_by_one}}),
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),
     ("fusion_barrier", "skip_nonfinite", {"without": {"fusion_barrier": _same}}),
+    ("pair_of_sums", "watch(clip)", {"two sums": {"pair_of_sums": _two_sums}}),
 )
 
 
