@@ -1,8 +1,8 @@
 """What a compiled program does, counted in the text of its ENTRY computation.
 
 Operands and results of each instruction are what a device reads and writes; their number is what
-it launches. The body of a loop with a counter, such as a scan over layers, counts once; of a
-conditional the branch that moves more. Loops of zero or one trip are counted apart.
+it launches. The body of a loop with a counter, such as a scan over layers, counts once. Loops of
+zero or one trip are counted apart, and so is what the larger branch of a conditional does more.
 """
 
 import math
@@ -33,7 +33,7 @@ class Counts:
         moved: bytes read and written.
         launches: instructions that do something; on a TPU many are of scalars, next to free.
         scalars: how many of them only read and write scalars.
-        stops: conditionals and loops of zero or one trip; a GPU's host waits for their predicate.
+        stops: loops of zero or one trip; a GPU's host waits for their predicate.
         flops: multiplications and additions of matrix products.
         collectives: for each kind, the bytes of each result.
     """
@@ -55,6 +55,12 @@ class Counts:
         for kind, sizes in other.collectives.items():
             self.collectives.setdefault(kind, []).extend(sizes)
 
+    def beyond(self, other: "Counts") -> "Counts":
+        """What this computation does more than another."""
+        numbers = vars(self).keys() - {"collectives"}
+        more = {name: getattr(self, name) - getattr(other, name) for name in numbers}
+        return Counts(**more, collectives=self.collectives)
+
 
 @dataclass
 class Program:
@@ -62,7 +68,7 @@ class Program:
 
     Attributes:
         always: what runs at every step; the stops are those of the whole program.
-        optional: what each loop of zero or one trip does.
+        optional: what each loop of zero or one trip does, and each larger branch beyond the other.
     """
 
     always: Counts = field(default_factory=Counts)
@@ -168,12 +174,13 @@ def _count_computation(
                 counts.stops += 1
                 optional.append(body)
         elif kind == "conditional":
-            counts.stops += 1
             listed = re.search(r"branch_computations=\{([^}]*)\}", attributes)
             names = _BRANCHES.findall(attributes)
             names += [n.strip().lstrip("%") for n in listed[1].split(",")] if listed else []
-            branches = (_count_computation(computations, inner, optional) for inner in names)
-            counts.add(max(branches, key=lambda branch: branch.moved))
+            branches = [_count_computation(computations, inner, optional) for inner in names]
+            less, *_, more = sorted(branches, key=lambda branch: branch.moved)
+            counts.add(less)
+            optional.append(more.beyond(less))
         elif kind not in _FREE and not kind.endswith("-done") and not _NO_WORK.search(rest):
             given = [sizes.get(x, 0) for x in re.findall(r"%([\w.\-]+)", operands)]
             _count(counts, kind, sizes[made], given)

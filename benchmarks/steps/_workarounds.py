@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax import lax
 
 import gradclip_jax
 from gradclip_jax import _run_if
@@ -38,11 +37,7 @@ def _two_sums(total: Callable[..., Any], *terms: Any) -> Any:
     return jnp.stack([total(x) for x in terms], -1)
 
 
-def _cond(step: Callable[[Any], Any], predicate: jax.Array, start: Any) -> Any:
-    return lax.cond(predicate, lambda x: step(x[1]), lambda x: x, start)
-
-
-_FORMS = {"cond": _cond, "loop": _run_if._loop, "select": _run_if._select}
+_FORMS = {"cond": _run_if._cond, "loop": _run_if._loop, "select": _run_if._select}
 
 
 def _forms(name: str, *labels: str) -> dict[str, Replacements]:
@@ -52,7 +47,7 @@ def _forms(name: str, *labels: str) -> dict[str, Replacements]:
 # Name of the workaround, the step of `_rows.ROWS` that shows it, and its alternatives.
 ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
     ("a guard's step", "skip_nonfinite", _forms("_loop_or_select", "cond", "loop")),
-    ("a window's step", "accumulate_gradients(clip)", _forms("_loop", "cond", "select")),
+    ("a window", "accumulate_gradients(clip)", _forms("_loop_or_cond", "cond", "loop", "select")),
     ("shared", "clip_by_global_norm", {"scalars": {"shared": _not_shared}}),
     ("map_arrays", "adaptive_grad_clip", {"one by one": {"map_arrays": _one_by_one}}),
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),

@@ -154,7 +154,7 @@ def row_of(ours: Timing, theirs: Timing, steps: int) -> dict[str, str]:
 
 
 def host_stops(text: str) -> int:
-    """Conditionals and loops of zero or one trip, for whose predicate the host of a GPU waits."""
+    """Loops of zero or one trip, for whose predicate the host of a GPU waits."""
     program = _hlo.analyse(text)
     return program.always.stops + sum(loop.stops for loop in program.optional)
 

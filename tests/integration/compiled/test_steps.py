@@ -61,9 +61,12 @@ NOT_REACHED = {
         ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 3.06},
     },
 }[PLATFORM]
-# A step that emits also rewrites the accumulator, so that the host waits only once. A guard around it
-# has three more kernels of scalars, which say whether the step ended its streak of skips.
-EMITTED = {"bytes, N": 1.05, "launches": 1.24}
+# Micro-steps of an accumulation. An H100 copies the carry of the optimizer step, because the host
+# would wait for a loop; on a TPU, a step that emits also rewrites the accumulator.
+PHASES = {
+    "cuda": {"held": (1.12, 2.19), "emitted": (1.15, 1.73)},
+    "tpu": {"held": (1.0, 1.0), "emitted": (1.05, 1.24)},
+}[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides. It was 0.18 N while norms of rows were
 # stacked, which made XLA gather leaves of one shape and several shardings.)
@@ -97,8 +100,9 @@ def test_step_reaches_the_goals(model, name):
     row = ROWS[name]
     ours = compiled.measure(row.ours(MODELS[model]()), MODELS[model](), PLATFORM)
     theirs = optax_step(model, row.theirs)
-    for phase in ("held", "emitted") if row.accumulates else ("",):
-        allowed = EMITTED if phase == "emitted" else NOT_REACHED.get((model, name), {})
+    for phase in PHASES if row.accumulates else ("",):
+        limits = dict(zip(HELD, PHASES.get(phase, ()), strict=False))
+        allowed = NOT_REACHED.get((model, name), limits)
         found = (record | record["phases"][phase] for record in (ours, theirs))
         goals = missed(model, *found)
         assert {goal: x for goal, x in goals.items() if x > allowed.get(goal, 0)} == {}
