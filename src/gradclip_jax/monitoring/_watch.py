@@ -274,7 +274,8 @@ def _measure(
         # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
         return fusion_barrier(jnp.concatenate(rows))
 
-    # The sums of the gradient are separate, so that XLA can release it before the step.
+    # The sums are separate, because inside `shard_map` the gradient may vary over mesh axes over
+    # which `inner` averages it. The sums of the step are then not reduced over these axes.
     sums = of_units(of_gradient, gradient)
     table = jnp.concatenate([sums, of_units(of_step, *step) if step else jnp.zeros_like(sums)], 1)
     if units.axes is not None or units.names:
