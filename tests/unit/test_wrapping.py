@@ -126,13 +126,9 @@ def test_traps_warn():
 
 def test_flush_changes_no_state_outside_the_accumulation():
     clip = gcx.clip_by_global_norm(lambda count: 10.0 + count)
-    tx = gcx.dynamic_loss_scale(
-        gcx.skip_spikes(
-            optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0)), norm=9.0
-        ),
-        init_scale=1.0,
-        growth_interval=2,
-    )
+    inner = optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0))
+    options = {"init_scale": 1.0, "growth_interval": 2}
+    tx = gcx.dynamic_loss_scale(gcx.skip_spikes(inner, norm=9.0), **options)
     params = jnp.zeros(1)
     _, state = tx.update(jnp.ones(1), tx.init(params), params)
     updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)
@@ -142,6 +138,21 @@ def test_flush_changes_no_state_outside_the_accumulation():
     chex.assert_trees_all_equal((now[0], now[2]), (before[0], before[2]))
     inner, old = after.inner_state, state.inner_state
     chex.assert_trees_all_equal(inner._replace(inner_state=()), old._replace(inner_state=()))
+
+
+@pytest.mark.parametrize("closes", [FLUSH, {"emit": True}])
+@pytest.mark.parametrize("guard", [skip, step, functools.partial(gcx.skip_spikes, norm=10.0)])
+def test_a_skipped_call_that_closes_a_window_in_a_wrapper_emits_the_window_alone(guard, closes):
+    parts = {"a": acc(optax.adam(0.1), 4), "b": optax.adam(0.1)}
+    tx, params = guard(optax.partition(parts, {x: x for x in parts})), dict.fromkeys("ab", 0.0)
+    call = functools.partial(gcx.apply_gradients, tx)
+    for update in (call, jax.jit(call, static_argnames=("flush", "emit"))):
+        params, state = update({"a": 1.0, "b": 1.0}, tx.init(params), params)
+        now, after = update({"a": np.nan, "b": 1.0}, state, params, **closes)
+        np.testing.assert_allclose(now["a"] - params["a"], -0.1, rtol=1e-5)
+        states = [x.inner_state.inner_states["b"] for x in (state, after)]
+        chex.assert_trees_all_equal((now["b"], states[1]), (params["b"], states[0]))
+        assert gcx.has_updated(after) and after.skipped_nonfinite == 1
 
 
 @pytest.mark.parametrize("guard", [skip, gcx.dynamic_loss_scale])
@@ -250,9 +261,3 @@ def test_the_first_norm_in_the_metrics_is_that_of_this_gradient():
         for grad in (3.0, 141.0, np.nan):
             _, state, _ = calls(tx, [1.0, grad * scale])
             np.testing.assert_allclose(gcx.metrics(state)["grad_norm"], grad, rtol=1e-6)
-
-
-def test_a_message_about_an_axis_of_no_devices():
-    for guard in (skip, gcx.dynamic_loss_scale, functools.partial(gcx.skip_spikes, norm=1.0)):
-        with pytest.raises(ValueError, match="`axis_name` must be None or"):
-            guard(SGD, axis_name=())

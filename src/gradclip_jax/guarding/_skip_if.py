@@ -95,8 +95,8 @@ def skip_if(
     | --- | --- |
     | `predicate` returns False | applied |
     | `predicate` returns True | zero update, inner state unchanged |
-    | a micro-batch that closes the window of an accumulation inside this guard | the function is |
-    | | called again with the mean gradient of the window, and True drops the window |
+    | a micro-batch that closes the window of an accumulation directly inside this guard | the |
+    | | function is called again with the mean gradient of the window, and True drops the window |
     | a micro-batch of weight 0 of an accumulation inside this guard | not skipped |
     | NaN, for which all comparisons are False | applied; use `skip_nonfinite` as well |
 

@@ -249,24 +249,16 @@ def test_flush_of_an_empty_window_changes_nothing_in_it_and_around_it(seen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.chain(gcx.clip_by_global_norm(1e6), tx),
-        lambda tx: gcx.skip_spikes(optax.masked(tx, True), norm=1e6),
-    ],
-)
-def test_reset_and_flush_reach_through_wrappers(wrap):
+def test_reset_and_flush_reach_through_wrappers():
     params = params_like()
     grads = [gradients(i, params) for i in range(4)]
-    tx = wrap(gcx.accumulate_gradients(optax.scale(1.0), 5))
+    window = optax.masked(gcx.accumulate_gradients(optax.scale(1.0), 5), True)
+    tx = gcx.skip_spikes(optax.chain(gcx.clip_by_global_norm(1e6), window), norm=1e6)
     _, states = run(tx, params, grads[:2])
     _, states = run(tx, params, grads[2:], state=gcx.reset_accumulation(states[-1]))
     updates, state = gcx.flush(tx, states[-1], params)
     assert_close(updates, weighted_mean(grads[2:]))
     assert gcx.diagnostics.accumulation_stats(state).total_micro_batches == 4
-    nothing, state = gcx.flush(tx, state, params)
-    assert is_zero(nothing) and bool(gcx.has_updated(state))
 
 
 def test_stats_count_micro_batches_updates_and_parameters():
