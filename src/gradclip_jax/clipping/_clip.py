@@ -21,7 +21,7 @@ from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, count_norms, select_groups
 from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, unit_norms
-from ._threshold import Threshold, apply_rules, as_rules, init_rules
+from ._threshold import Elementwise, Threshold, apply_rules, as_rules, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
@@ -141,7 +141,14 @@ def norm_clip(
             param_norms, _ = _measure(leaves.beside(params), units, order, axis_name)
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(rules, norms, param_norms, states, jnp.isfinite(total))
-        clipped, metrics = _clipped(arrays, norms, total, thresholds, units, reaction, axis_name)
+        limits: list[Array] = []
+        if labels is None and isinstance(rules[0], Elementwise):
+            # From a stack of thresholds, XLA on CPU would compute each of them in two kernels.
+            stacks = [_stacked(x, norms) for x in (norms, param_norms)]
+            limits, _ = apply_rules(rules, *stacks, (), True)
+        clipped, metrics = _clipped(
+            arrays, norms, total, thresholds, limits, units, reaction, axis_name
+        )
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -161,17 +168,21 @@ def _measure(
     return norms, total
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _clipped(
     leaves: list[Array],
     norms: Norms,
     total: Scalar,
     thresholds: list[Any],
+    limits: list[Any],
     units: Units,
     reaction: Reaction,
     axis_name: AxisName,
 ) -> tuple[list[Array], Any]:
-    """Return the clipped leaves, and the metrics of the step."""
+    """Return the clipped leaves, and the metrics of the step.
+
+    `limits` are the stacked thresholds, or empty if they are not known.
+    """
     is_finite = jnp.isfinite(total)
 
     def respond(norm: Array, threshold: Array) -> Array:
@@ -184,8 +195,7 @@ def _clipped(
     stacks = _stacked(norms, norms)
     if len(thresholds) == 1:  # one threshold for all norms
         limits, thresholds = thresholds * len(stacks), thresholds * len(norms)
-    else:
-        limits = _stacked(thresholds, norms)
+    limits = limits or _stacked(thresholds, norms)
     factors = map_arrays(respond, norms, thresholds)
     # Stacks of several factors would make XLA on CPU compile a separate kernel for each leaf.
     stacked = factors if len(factors) == 1 else list(map(respond, stacks, limits))
@@ -228,7 +238,9 @@ def _summary(
         return bound, factors[0], (factors[0] != 1).astype(dtype)
     bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
     for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
-        bound = jnp.minimum(bound, jnp.min(jnp.asarray(threshold, dtype), initial=UNBOUNDED))
+        # Without the inner minimum, XLA on CPU reduces each part of a stack separately.
+        threshold = jnp.minimum(jnp.asarray(threshold, dtype), UNBOUNDED)
+        bound = jnp.minimum(bound, jnp.min(threshold, initial=UNBOUNDED))
         factor = jnp.minimum(factor, jnp.min(x, initial=1))
         num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
         size += x.size * replica_count(frozenset(), axes)

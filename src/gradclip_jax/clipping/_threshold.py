@@ -60,8 +60,11 @@ class _Constant(Rule):
     """A rule for a number, which is the same for all norms."""
 
 
-class _Elementwise(Rule):
-    """A rule without a state whose norms are not concatenated, which XLA:CPU compiles faster."""
+class Elementwise(Rule):
+    """A rule without a state that is applied to each array of norms, or to stacks of them.
+
+    XLA on CPU compiles this faster than a vector of all norms.
+    """
 
 
 class _Scheduled(Rule):
@@ -114,7 +117,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
         limit, floor = jnp.float32(ratio), jnp.float32(eps)
         return limit * jnp.maximum(param_norm, floor), state
 
-    return _Elementwise(lambda norm: (), update, uses_params=True)
+    return Elementwise(lambda norm: (), update, uses_params=True)
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
@@ -224,7 +227,7 @@ def apply_rules(
     for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
         if isinstance(rule, _Constant):
             thresholds.append(rule.update(jnp.zeros(()), (), None)[0])
-        elif isinstance(rule, _Elementwise):
+        elif isinstance(rule, Elementwise):
             thresholds += map_arrays(functools.partial(_threshold_of, rule), own, params)
         else:
             expected = _state_shapes(rule, own)
