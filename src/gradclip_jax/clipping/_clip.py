@@ -144,8 +144,8 @@ def norm_clip(
         limits: list[Array] = []
         if labels is None and isinstance(rules[0], Elementwise):
             # From a stack of thresholds, XLA on CPU would compute each of them in two kernels.
-            stacks = [_stacked(x, norms) for x in (norms, param_norms)]
-            limits, _ = apply_rules(rules, *stacks, (), True)
+            stacks = _stacked(norms, norms), _stacked(param_norms, norms)
+            limits, _ = apply_rules(rules, *stacks, (), jnp.isfinite(total))
         clipped, metrics = _clipped(
             arrays, norms, total, thresholds, limits, units, reaction, axis_name
         )
