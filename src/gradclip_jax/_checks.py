@@ -163,18 +163,6 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> Non
     check_count(argument, value, hint, low=low, high=2**20)
 
 
-def check_dtype(argument: str, value: Any) -> None:
-    """Raise if a value is not a real floating dtype."""
-    try:
-        # `jnp.dtype(None)` is float64.
-        is_floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except (TypeError, ValueError):
-        is_floating = False
-    if not is_floating:
-        rule, hint = "a real floating dtype", "Use jnp.float32, or jnp.bfloat16 to save memory."
-        raise type_error(argument, rule, shortened(value), hint)
-
-
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
     """Raise if a value is not one of `choices`, which are strings, numbers, bools or None."""
     is_choice = isinstance(value, (str, int, float, np.generic, type(None))) and value in choices

@@ -35,7 +35,7 @@ fusion_barrier = lax.optimization_barrier
 | a float16 leaf before its maximum | may omit the rounding to float16 |
 | the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
 
-Without barriers, a step of PPO with a clip takes 3 % more time, and with a guard 8 % (H200).
+Without barriers, a step of PPO with a clip takes 3 % more time, and with a guard 9 % (H100).
 """
 
 
@@ -69,7 +69,7 @@ def shared(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
     Merged kernels reduce the launches of a training step of an unrolled GPT with clipping by 16 %
-    (JAX 0.10.2, H100), and a step of PPO by 3 % (JAX 0.11.2, H200). For large arrays, merged
+    (JAX 0.10.2, H100), and the time of PPO by 7 % (JAX 0.11.2, H100). For large arrays, merged
     kernels are slower: AdamW on 24 leaves of 5 M or 42 M elements takes 7 to 19 % more time (H200).
     """
     if scalar.ndim or not isinstance(scalar, Tracer):
@@ -88,7 +88,7 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
 
     A GPU or TPU runs the operations on each scalar as separate kernels. Stacks reduce the kernel
     launches of a training step of a ViT with one norm per leaf by 23 % (JAX 0.10.2, H100), and the
-    time of a step of PPO with `adaptive_grad_clip` by 5 % (JAX 0.11.2, H200). On CPU the arrays are
+    time of a step of PPO with `adaptive_grad_clip` by 5 % (JAX 0.11.2, H100). On CPU the arrays are
     not stacked, because XLA would compile one kernel per index of a stack. Compiling a step with
     300 leaves would take 12 s instead of 3.5 s (JAX 0.10.2).
     """
@@ -142,7 +142,8 @@ def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
     XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
     in place only if a single sum reads them, and otherwise copies them. A complex sum reduces the
     bytes of a training step of a GPT with scanned layers and `watch` by 4 %, and its kernel
-    launches by 12 % (JAX 0.10.2, H100). On TPU, XLA would write the complex array to memory.
+    launches by 12 % (JAX 0.10.2, H100), and the time of PPO by 5 % (JAX 0.11.2, H100). On TPU, XLA
+    would write the complex array to memory.
     """
 
     def apart(*terms: Array) -> Array:

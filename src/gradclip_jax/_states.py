@@ -100,6 +100,18 @@ def replace_states(
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
 
 
+def discard_windows(state: Tree, where: Array | bool) -> Tree:
+    """Discard all unfinished accumulation windows if the scalar `where` is true."""
+
+    def discard(window: Tree) -> Tree:
+        fields = ("mini_step", "total_weight", "emitted")
+        empty = {name: jnp.where(where, 0, getattr(window, name)) for name in fields}
+        return window._replace(**empty)
+
+    kinds = tuple(kind for kind, x in KINDS.items() if x.role == "accumulation")
+    return replace_states(state, kinds, discard)
+
+
 @public
 def has_updated(state: Tree) -> Array:
     """Return whether the last update applied an optimizer step.

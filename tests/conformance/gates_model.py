@@ -186,7 +186,6 @@ class Stack:
         if acc is None:
             extra = {"value": value, "weight": weight, "flush": flush}
             updates = None if is_refused else self._step(grads, self.outer, **extra)
-            updates = self.inner.flush() if is_refused and flush else updates
         else:
             if not is_refused:
                 acc.add(grads, value, weight)

@@ -51,7 +51,7 @@ class Group:
 GROUPS = {
     "steps and windows": Group("plain nested window inside chain partition", "nan spike", options="watch"),
     "computed steps": Group("plain nested window inside", "nan toxic", guards="step", checks="consecutive_skips guard_failed", leaves="toxic"),
-    "weights and flush": Group("window chain partition", "nan bad_weight", "weight flush", "nonfinite step scale"),
+    "weights and flush": Group("window", "nan bad_weight", "weight flush", "nonfinite step scale"),
     "losses": Group("plain nested window", "nan loss_spike loss_nan", "value", "nonfinite both loss"),
     "overflow": Group("plain nested window", "huge large", "", "nonfinite", "consecutive_skips guard_failed", "sum", "adam"),
     "guards on both sides": Group("both", "nan spike", "flush"),

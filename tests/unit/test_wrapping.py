@@ -140,21 +140,6 @@ def test_flush_changes_no_state_outside_the_accumulation():
     chex.assert_trees_all_equal(inner._replace(inner_state=()), old._replace(inner_state=()))
 
 
-@pytest.mark.parametrize("closes", [FLUSH, {"emit": True}])
-@pytest.mark.parametrize("guard", [skip, step, functools.partial(gcx.skip_spikes, norm=10.0)])
-def test_a_skipped_call_that_closes_a_window_in_a_wrapper_emits_the_window_alone(guard, closes):
-    parts = {"a": acc(optax.adam(0.1), 4), "b": optax.adam(0.1)}
-    tx, params = guard(optax.partition(parts, {x: x for x in parts})), dict.fromkeys("ab", 0.0)
-    call = functools.partial(gcx.apply_gradients, tx)
-    for update in (call, jax.jit(call, static_argnames=("flush", "emit"))):
-        params, state = update({"a": 1.0, "b": 1.0}, tx.init(params), params)
-        now, after = update({"a": np.nan, "b": 1.0}, state, params, **closes)
-        np.testing.assert_allclose(now["a"] - params["a"], -0.1, rtol=1e-5)
-        states = [x.inner_state.inner_states["b"] for x in (state, after)]
-        chex.assert_trees_all_equal((now["b"], states[1]), (params["b"], states[0]))
-        assert gcx.has_updated(after) and after.skipped_nonfinite == 1
-
-
 @pytest.mark.parametrize("guard", [skip, gcx.dynamic_loss_scale])
 def test_an_outer_guard_counts_a_window_that_it_rejects_in_a_flush(guard):
     tx = guard(acc(SGD, 4, reduction="sum"), **({"init_scale": 1.0} if guard is not skip else {}))

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from .._checks import (
     check_callable,
     check_choice,
-    check_dtype,
     check_transformation,
 )
 from .._errors import public
@@ -29,7 +28,7 @@ from .._mesh import (
 )
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
-from ._reduction import REDUCTIONS, as_weight, divide
+from ._reduction import REDUCTIONS, as_weight, check_dtype, divide
 from ._reduction import accumulator_dtype as sum_dtype
 from ._split import Split, bind_split, check_parts, in_one_form
 

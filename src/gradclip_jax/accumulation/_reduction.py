@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import check_number
+from .._checks import check_number, shortened
+from .._errors import type_error
 from .._leaves import wide_dtype
 from .._types import Array, Scalar
 
@@ -15,6 +16,18 @@ Weight: TypeAlias = Array | np.float32
 """The weight of a micro-batch; NumPy scalars are known at trace time."""
 
 REDUCTIONS: Final = ("mean", "sum")
+
+
+def check_dtype(argument: str, value: Any) -> None:
+    """Raise if a value is not a real floating dtype."""
+    try:
+        # `jnp.dtype(None)` is float64.
+        is_floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):
+        is_floating = False
+    if not is_floating:
+        rule, hint = "a real floating dtype", "Use jnp.float32, or jnp.bfloat16 to save memory."
+        raise type_error(argument, rule, shortened(value), hint)
 
 
 def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike) -> DTypeLike:

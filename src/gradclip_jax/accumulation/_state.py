@@ -7,12 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, is_traced
+from .._checks import check_transformation, is_float0, is_traced
 from .._errors import public, type_error
 from .._run_if import run_step
-from .._states import find_states, plain_arrays, register_state, with_structure_of
-from .._types import Array, HostArray, Scalar, Tree
-from .._windows import closes_window, discard_windows, flush_where
+from .._states import (
+    discard_windows,
+    find_states,
+    kind_of,
+    plain_arrays,
+    register_state,
+    with_structure_of,
+)
+from .._types import Array, HostArray, Path, Scalar, Tree
 from ..gates._gate import params_of
 
 
@@ -113,20 +119,42 @@ def flush(
     """
     check_transformation("tx", tx)
     arrays, params = plain_arrays(state), plain_arrays(params)
-    _accumulations(arrays)
+    windows = _accumulations(arrays)
+    is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
+    update = optax.with_extra_args_support(tx).update
+    ours = {"weight": jnp.float32(0), "flush": True}
+    places = {path for path, _ in jax.tree.leaves_with_path(params_of(params))}
+    covered = {path for x in windows for path, _ in jax.tree.leaves_with_path(x.acc_grads)}
+    # A wrapper such as `optax.flatten` may rename the parameters.
+    others = places - covered if covered <= places else set[Path]()
 
     def zero(param: Array) -> Array | HostArray:
         if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
             return jnp.zeros_like(param)
         return np.zeros(np.shape(param), jax.dtypes.float0)
 
+    def without_others(path: Path, update: Array) -> Array:
+        return jnp.zeros_like(update) if path in others and not is_float0(update) else update
+
     def close(state: Tree) -> tuple[Tree, Tree]:
         nothing = jax.tree.map(zero, params_of(params))
-        return flush_where(tx, True).update(nothing, state, params, **ours, **extra_args)
+        updates, flushed = update(nothing, state, params, **ours, **extra_args)
+        return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
-    ours = {"flush": True}
-    updates, flushed = run_step(closes_window(arrays, ours), close, arrays)
+    updates, flushed = run_step(is_open, close, arrays)
     return updates, with_structure_of(state, flushed)
+
+
+def _with_windows(old: Tree, new: Tree) -> Tree:
+    """Return the old state with the new states of accumulations and of what is around them."""
+
+    def select(old: Tree, new: Tree) -> Tree:
+        name = kind_of(old).inner
+        if isinstance(old, AccumulationState) or not name:
+            return new if name else old
+        return new._replace(**{name: _with_windows(getattr(old, name), getattr(new, name))})
+
+    return jax.tree.map(select, old, new, is_leaf=lambda node: bool(kind_of(node).inner))
 
 
 @public

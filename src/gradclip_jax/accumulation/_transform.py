@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from .._checks import (
     check_choice,
     check_count,
-    check_dtype,
     check_number,
     check_same_structure,
     check_state,
@@ -32,7 +31,15 @@ from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._extra_args import has_micro_batch, loss_argument
 from ..gates._gate import ExtraArgs, params_of
-from ._reduction import REDUCTIONS, Weight, accumulator_dtype, add_weighted, as_weight, divide
+from ._reduction import (
+    REDUCTIONS,
+    Weight,
+    accumulator_dtype,
+    add_weighted,
+    as_weight,
+    check_dtype,
+    divide,
+)
 from ._state import AccumulationState
 
 

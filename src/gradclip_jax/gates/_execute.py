@@ -17,9 +17,8 @@ from .._checks import check_same_structure, check_state, check_transformation, d
 from .._errors import named, public
 from .._leaves import checked_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
-from .._states import has_stepped, increment_where, plain_arrays
+from .._states import discard_windows, find_role, has_stepped, increment_where, plain_arrays
 from .._types import Array, Tree
-from .._windows import closes_window, discard_windows, empty_windows, flush_where
 from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
 from ._gate import AccumulationGate, Call, ExtraArgs, Guard, check_guard, params_of
 
@@ -123,7 +122,8 @@ class _Result(NamedTuple):
         output: The updates, or zeros if no step was applied.
         target: The new parameters, or None.
         state: The next state.
-        accepted: Whether all guards accepted the gradient of this call.
+        accepted: Whether all guards accepted the gradient of this call and, without an
+            accumulation, the computed step.
         applied: Whether the call applied a step. An accumulation may apply a step although a guard
             rejected the gradient of this call.
         progressed: Whether the call applied a step, or accumulated the gradient with a weight.
@@ -177,9 +177,6 @@ def _execute(
 
     The last row that applies holds. Guards outside an accumulation do not check a micro-batch of
     weight 0, which it ignores.
-
-    If a chain, for example, is between a guard and an accumulation, it is the innermost
-    transformation. The tables hold, except that the guard does not check the gradient of a window.
     """
     with named(update.gates[0].function):
         warn_of_misspelled(extra_args)
@@ -207,7 +204,8 @@ def _guard(call: Call, i: int, guard: Guard) -> _Result:
     with named(guard.function):
         inner = call._replace(grads=guard.unscale(call.grads, state))
         accepts, grads, norm, observed = guard.inspect(inner)
-    accepts |= jnp.logical_not(is_weighted)
+    if is_weighted is not True:
+        accepts |= jnp.logical_not(is_weighted)
     inner = call._replace(grads=grads, state=state.inner_state, accepted=call.accepted & accepts)
     result = _run_gate(inner._replace(outer=(*call.outer, (i, guard, state))), i + 1)
 
@@ -272,14 +270,9 @@ def _count_empty(guards: Sequence[Any], state: Tree, is_empty: Flag) -> Tree:
 
 def _optimize(call: Call) -> _Result:
     """Run the innermost transformation if all guards accepted the gradient."""
-    grads, before, runs = call.grads, call.state, call.accepted
+    grads, before, accepted = call.grads, call.state, call.accepted
     if (kept := call.is_weighted) is not True:  # a trace before an accumulation would keep a NaN
         grads = jax.tree.map(lambda x: x if is_float0(x) else jnp.where(kept, x, 0), grads)
-    if (closes := closes_window(before, call.extra_args)) is not False:
-        # Emit the window of an accumulation in a chain, for example, without this micro-batch.
-        skipped = closes & jnp.logical_not(runs)
-        runs |= skipped
-        call = call._replace(innermost=flush_where(call.innermost, skipped))
     checking = [(i, x.check_step) for i, x, _ in reversed(call.outer) if x.check_step]
 
     def compute(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
@@ -293,19 +286,22 @@ def _optimize(call: Call) -> _Result:
         program, computed = compute_step(compute, carry)
         updates, (_, after) = computed
         checks = [(i, check(updates, before, after, call.params)) for i, check in checking]
-        is_good, rejected_by = _first_rejection(runs, checks)
+        is_good, rejected_by = _first_rejection(accepted, checks)
         output, (target, after) = select_step(is_good, program, computed, carry)
         # An accumulator that overflows would make all later steps fail the check.
-        after = discard_windows(after, runs & jnp.logical_not(is_good))
-        runs = is_good
+        after = discard_windows(after, accepted & jnp.logical_not(is_good))
+        accepted = is_good
     else:
-        output, (target, after) = run_step(runs, compute, carry, usually=True)
+        output, (target, after) = run_step(accepted, compute, carry, usually=True)
     # An accumulation in a chain, for example, may close a window without weight.
-    is_empty = jnp.asarray(empty_windows(before) < empty_windows(after))
-    progressed = runs & ~is_empty
+    windows = [find_role(x, "accumulation") for x in (before, after)]
+    num_empty, num_empty_after = (sum(x.empty_windows for _, x in found) for found in windows)
+    is_empty = jnp.asarray(num_empty < num_empty_after)
+    progressed = accepted & ~is_empty
     applied = progressed & has_stepped(after)
-    flags = call.accepted, applied, progressed & (call.is_weighted | applied), is_empty
-    return _Result(output, target, after, *flags, rejected_by)
+    if call.is_weighted is not True:
+        progressed &= call.is_weighted | applied
+    return _Result(output, target, after, accepted, applied, progressed, is_empty, rejected_by)
 
 
 def _update(call: Call, grads: Tree, state: Tree, target: Tree) -> tuple[Tree, Tree]:

@@ -83,8 +83,9 @@ def skip_nonfinite(
     A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops an
     accumulation window if its gradient or step is non-finite. A guard inside `accumulate_gradients`
     only drops whole accumulation windows. If a chain or another wrapper is between a guard and an
-    accumulation, `check="gradient"` checks only micro-batches, and `check="step"` the computed step
-    as well. To check windows, place the guard directly around the accumulation, as in
+    accumulation, `check="gradient"` checks only micro-batches, `check="step"` the computed step as
+    well, and a skipped call leaves the window open, even with `flush=True`. Instead, place the
+    guard directly around the accumulation, as in
     `optax.chain(clip, skip_nonfinite(accumulate_gradients(optimizer, 4)))`.
 
     `check="gradient"` has no cost if a clip by global norm follows, and otherwise costs one read of

@@ -258,6 +258,21 @@ def test_in_shard_map_norms_are_those_of_the_whole_and_the_loss_is_the_mean():
 
 
 @pytest.mark.slow
+def test_in_shard_map_an_update_that_inner_averages_counts_once():
+    mean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    tx, params = gcx.watch(optax.chain(mean, optax.sgd(0.1))), np.array([3.0, 4.0], "f")
+    grads = random_like(np.ones((len(jax.devices()), 2), "f"))
+
+    @sharded((WHOLE, SHARDS), WHOLE)
+    def step(params, grads):
+        return tx.update(grads[0], tx.init(params), params)[1]
+
+    names = ("gradient_norm", "update_norm", "parameter_norm")
+    found = [gcx.metrics(step(params, grads))[name] for name in names]
+    np.testing.assert_allclose(found, [norm64(grads), norm64(0.1 * grads.mean(0)), 5], rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_device_with_other_parameters_is_named_at_the_next_check():
     tx = gcx.watch(optax.sgd(0.1), of=(), replica_axis="data", check_every=2)
     params = {"w": np.ones((4, 3), "f"), "b": np.ones(3, "f")}
