@@ -156,7 +156,8 @@ def _rows(records: Record, prefix: str) -> Iterator[Record]:
         pair = [records.get(f"{prefix}: {x}") for x in (f"gcx {name}", f"optax {row.theirs}")]
         for phase in ("held", "emitted") if row.accumulates else ("",):
             if all(pair):
-                ours, theirs = (_columns(record, phase) for record in pair if record)
+                # Optax always runs the optimizer.
+                ours, theirs = _columns(pair[0], phase), _columns(pair[1], "")
                 columns = {"step": f"`{name}` {phase}".strip()}
                 model = prefix.split(": ")[1]
                 columns |= {goal: cell(goal, ours[goal], theirs[goal], model) for goal in GOALS}
