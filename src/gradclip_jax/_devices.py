@@ -69,8 +69,9 @@ def shared(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
     Merged kernels reduce the launches of a training step of an unrolled GPT with clipping by 16 %
-    (JAX 0.10.2, H100), and the time of PPO by 7 % (JAX 0.11.2, H100). For large arrays, merged
-    kernels are slower: AdamW on 24 leaves of 5 M or 42 M elements takes 7 to 19 % more time (H200).
+    (JAX 0.10.2, H100), and the time of a step of PPO by 7 % (JAX 0.11.2, H100). For large arrays,
+    merged kernels are slower: AdamW on 24 leaves of 5 M or 42 M elements takes 7 to 19 % more time
+    (H200).
     """
     if scalar.ndim or not isinstance(scalar, Tracer):
         return [scalar] * len(arrays)
@@ -141,8 +142,8 @@ def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
 
     XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
     in place only if a single sum reads them, and otherwise copies them. A complex sum reduces the
-    bytes of a training step of a GPT with scanned layers and `watch` by 4 %, and its kernel
-    launches by 12 % (JAX 0.10.2, H100), and the time of PPO by 5 % (JAX 0.11.2, H100). On TPU, XLA
+    bytes of a training step of a GPT with scanned layers and `watch` by 4 % and its kernel launches
+    by 12 % (JAX 0.10.2, H100), and the time of a step of PPO by 5 % (JAX 0.11.2, H100). On TPU, XLA
     would write the complex array to memory.
     """
 

@@ -122,6 +122,8 @@ ROWS = [
     ("skip_spikes", lambda f: f(SGD), ValueError, "norm"),
     ("skip_nonfinite", lambda f: step(f(SGD), value=ONES(3)), TypeError, "value"),
     ("skip_nonfinite", lambda f: f(SGD, axis_name=()), ValueError, "axis_name"),
+    ("dynamic_loss_scale", lambda f: f(SGD, axis_name=()), ValueError, "axis_name"),
+    ("skip_spikes", lambda f: f(SGD, norm=1.0, axis_name=()), ValueError, "axis_name"),
     ("skip_spikes", lambda f: f(SGD, loss=1.0).update(W, f(SGD, loss=1.0).init(W)), TypeError, "value"),
     ("skip_spikes", lambda f: f(SGD, loss=1.0).update(W, f(SGD, loss=1.0).init(W), value=ONES(3)), TypeError, "value"),
     ("skip_spikes", lambda f: f(SGD, loss=gcx.thresholds.relative_to_params()), ValueError, "loss"),

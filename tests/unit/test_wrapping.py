@@ -127,8 +127,7 @@ def test_traps_warn():
 def test_flush_changes_no_state_outside_the_accumulation():
     clip = gcx.clip_by_global_norm(lambda count: 10.0 + count)
     inner = optax.chain(clip, acc(SGD, 4), optax.scale_by_schedule(lambda c: 1.0))
-    options = {"init_scale": 1.0, "growth_interval": 2}
-    tx = gcx.dynamic_loss_scale(gcx.skip_spikes(inner, norm=9.0), **options)
+    tx = gcx.dynamic_loss_scale(gcx.skip_spikes(inner, norm=9.0), init_scale=1.0, growth_interval=2)
     params = jnp.zeros(1)
     _, state = tx.update(jnp.ones(1), tx.init(params), params)
     updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)

@@ -259,6 +259,8 @@ def test_reset_and_flush_reach_through_wrappers():
     updates, state = gcx.flush(tx, states[-1], params)
     assert_close(updates, weighted_mean(grads[2:]))
     assert gcx.diagnostics.accumulation_stats(state).total_micro_batches == 4
+    nothing, state = gcx.flush(tx, state, params)
+    assert is_zero(nothing) and bool(gcx.has_updated(state))
 
 
 def test_stats_count_micro_batches_updates_and_parameters():
