@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
@@ -24,15 +23,14 @@ from .._checks import (
 from .._errors import public, value_error
 from .._leaves import is_measured, measured_shapes
 from .._types import Array, Labels, Path, Tree
-from ._norm import Axes, Units, leaf_units, slice_units, tree_units
+from ._norm import Axes, Units, leaf_units, num_slices, slice_units, tree_units
 
 
 def count_norms(units: Units, leaves: Sequence[Array]) -> int:
     """Return the number of elements of all arrays in `Norms`."""
     if units.axes is None:
         return units.size
-    pairs = zip(map(np.shape, leaves), units.axes, strict=True)
-    return sum(math.prod(n for i, n in enumerate(x) if i not in axes) for x, axes in pairs)
+    return sum(map(num_slices, leaves, units.axes))
 
 
 def select_groups(argument: str, units: Units, labels: Sequence[Hashable]) -> Units:

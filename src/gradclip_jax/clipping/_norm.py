@@ -13,11 +13,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._checks import check_ord
-from .._devices import fusion_barrier, joined, map_arrays
+from .._devices import MAX_STACKED_SIZE, fusion_barrier, groups_of_type, joined, map_arrays
 from .._errors import public
 from .._leaves import checked_leaves, is_measured, wide_dtype
 from .._mesh import max_over, replica_count, shard_axes, sum_over
-from .._types import Array, AxisName, Number, Order, Scalar, Tree
+from .._types import Array, AxisName, HostArray, Number, Order, Scalar, Tree
 
 Axes: TypeAlias = tuple[int, ...]
 Norms: TypeAlias = list[Array]
@@ -66,6 +66,11 @@ def slice_units(axes: Sequence[Axes], *, is_local: bool = False, is_rms: bool = 
     """Define one norm for each slice of each leaf, such as its layers or rows."""
     entries = tuple(range(len(axes)))
     return Units(entries, len(axes), axes=tuple(axes), is_local=is_local, is_rms=is_rms)
+
+
+def num_slices(x: Array, axes: Axes) -> int:
+    """Return the number of norms of a leaf that is reduced over the given axes."""
+    return math.prod(n for i, n in enumerate(np.shape(x)) if i not in axes)
 
 
 @public
@@ -230,8 +235,10 @@ def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Norms:
-    """Compute all norms with a single all-reduce, and read each leaf once."""
+    """Compute all norms with a single all-reduce, and read each large leaf once."""
     dtype = norm_dtype(leaves)
+    if units.axes is None:  # the norms of slices of a stack would have to be separated again
+        units, (leaves,), _ = stack_small(units, leaves)
     total = functools.partial(totals, units=units, axis_name=axis_name)
     if ord == 2:
         once = fusion_barrier(jnp.asarray(SCALE, dtype))
@@ -294,6 +301,46 @@ def root_mean_squares(
         return norm / fusion_barrier(jnp.asarray(root, norm.dtype))
 
     return list(map(divide, norms, leaves, units.axes or ()))
+
+
+def stack_small(
+    units: Units, *columns: Sequence[Array]
+) -> tuple[Units, list[list[Array]], HostArray | slice]:
+    """Stack small leaves that contribute to the same norm, or that have a norm for each slice.
+
+    Returns the units of the stacks, the stacks of each column, and the index that sorts the norms
+    of slices in the order of the leaves.
+    """
+    leaves = columns[0]
+    sizes = (i if x.size > MAX_STACKED_SIZE else None for i, x in enumerate(leaves))
+    labels = list(zip(units.axes or units.entries, sizes, strict=True))
+    groups = groups_of_type(*columns, labels=labels)
+    stacks = [[_stack([x[i] for i in group]) for group in groups] for x in columns]
+    if units.axes is None:
+        entries = tuple(units.entries[group[0]] for group in groups)
+        return units._replace(entries=entries), stacks, slice(None)
+    axes = [tuple(a + (len(group) > 1) for a in units.axes[group[0]]) for group in groups]
+    counts = list(map(num_slices, leaves, units.axes))
+    rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    order = np.argsort([row for group in groups for i in group for row in rows[i]])
+    return slice_units(axes, is_local=units.is_local), stacks, order
+
+
+def rows_of_sums(
+    terms: Callable[..., Array], *columns: Sequence[Array], units: Units, axis_name: AxisName
+) -> Array:
+    """Compute sums like `totals`, with small leaves as stacks; return a row for each norm.
+
+    `terms(leaf, axes, *columns)` returns rows of two sums.
+    """
+    stacked, stacks, order = stack_small(units, *columns)
+    rows = totals(terms, *stacks, units=stacked, axis_name=axis_name)
+    zeros = jnp.zeros((1, 2), norm_dtype(columns[0]))  # of a unit without leaves
+    return jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])[order]
+
+
+def _stack(arrays: Sequence[Array]) -> Array:
+    return jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def totals(

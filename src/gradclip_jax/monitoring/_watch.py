@@ -21,7 +21,7 @@ from .._run_if import Flag, like_dtypes
 from .._states import find_states, has_stepped, metrics, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._norm import Axes, Units, norm_dtype, norm_of_squares, reduce_axes, squares, totals
+from ..clipping._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
 from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
 from ..gates._gate import ExtraArgs, check_guard
 from ._rows import MEASURED, MEASURES, TREE, WORDS, Outcome, Row, names_of
@@ -252,10 +252,10 @@ def _measure(
     """
     dtype = norm_dtype(gradient)
 
-    def of_gradient(g: Array, axes: Axes) -> Array:
+    def of_gradient(g: Array, axes: tuple[int, ...]) -> Array:
         return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    def of_step(u: Array, axes: Axes, p: Array) -> Array:
+    def of_step(u: Array, axes: tuple[int, ...], p: Array) -> Array:
         old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
         new, info = old + wide, jnp.finfo(p.dtype)
         if info.bits < 32:  # XLA would remove a conversion to the narrow dtype and back
@@ -265,14 +265,8 @@ def _measure(
     def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
         # With `jit`, the terms are traced once for all leaves of the same shape.
         terms = jax.jit(terms, static_argnums=1)
-        rows = [jnp.zeros((0, 2), dtype)]
-        for x in totals(terms, *columns, units=units, axis_name=axis_name):
-            # An array that is sharded over explicit mesh axes is replicated, like its sum.
-            x = reshard_like(x, jnp.sum(x))
-            # A unit without leaves has a scalar.
-            rows.append(jnp.broadcast_to(x, (*x.shape[:-1], 2)).reshape(-1, 2))
         # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-        return fusion_barrier(jnp.concatenate(rows))
+        return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
 
     # The sums are separate, because inside `shard_map` the gradient may vary over mesh axes over
     # which `inner` averages it. The sums of the step are then not reduced over these axes.
@@ -284,8 +278,11 @@ def _measure(
     return jnp.where(jnp.arange(4) == 0, table, norm_of_squares(table)).astype(jnp.float32)
 
 
-def _sums(axes: Axes, *terms: Array) -> Array:
-    return pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
+def _sums(axes: tuple[int, ...], *terms: Array) -> Array:
+    """Return two sums for each norm of a leaf, float[norms, 2]."""
+    sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
+    # An array that is sharded over explicit mesh axes is replicated, like its sum.
+    return reshard_like(sums, jnp.sum(sums)).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:

@@ -67,6 +67,24 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
     np.testing.assert_allclose(rows.norms[0], [expected(x) for x in trees], rtol=1e-6)
 
 
+@pytest.mark.parametrize("axis", [None, 0])
+def test_small_leaves_are_reduced_as_stacks(axis):
+    granularity = "leaf" if axis is None else gcx.granularities.axis(axis)
+    params = [np.ones(x, "f") for x in ((3,), (2, 3), (2**10 + 1,), (3,), (2, 3))]
+    params += [np.float32(1)] * 2 * (axis is None)
+    grads, tx = random_like(params), gcx.watch(SGD, granularity=granularity)
+
+    @sharded((WHOLE, WHOLE), WHOLE)  # otherwise `jit` may shard the leaves
+    def step(grads, params):
+        return gcx.last_row(tx.update(grads, tx.init(params), params)[1])
+
+    found = gcx.Monitor(params, granularity=granularity).read(step(grads, params)).rows.norms[0, 0]
+    expected = [np.linalg.norm(np.atleast_1d(x), axis=axis) for x in grads]
+    np.testing.assert_allclose(found, np.hstack([norm64(*grads), *expected]), rtol=1e-6)
+    programs = [str(jax.make_jaxpr(step)(n * grads, n * params)) for n in (2, 5)]
+    assert programs[0].count("reduce_sum") == programs[1].count("reduce_sum")
+
+
 PAIR = {"a": {"w": np.float32([[1, 2, 3], [4, 5, 6]])}, "b": np.float32([7, 8])}
 
 
