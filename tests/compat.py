@@ -3,8 +3,10 @@
 import contextlib
 
 import jax
+import pytest
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+needs_eight_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import gradclip_jax as gcx
+from accumulation_cases import taken
 
 SHAPES = {"x": (2,), "y": (3,)}
 FUZZ = bool(os.environ.get("FUZZ"))
@@ -174,10 +175,7 @@ def run(group, seed, num_calls=30):
     def update(grads, state, params, extra):
         scale = gcx.metrics(state).get("loss_scale", 1.0)
         grads = jax.tree.map(lambda x: x * scale, grads)
-        if is_fused:
-            return gcx.apply_gradients(tx, grads, state, params, **extra)
-        updates, state = tx.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+        return taken(tx, grads, state, params, fast=is_fused, **extra)
 
     @jax.jit
     def flush(state, params):

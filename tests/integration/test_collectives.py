@@ -17,10 +17,7 @@ import compat
 import gradclip_jax as gcx
 import hlo
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
-]
+pytestmark = [pytest.mark.slow, compat.needs_eight_devices]
 
 # JAX 0.7 leaves each scalar its own all-reduce on the CPU.
 MERGES = compat.VERSION >= (0, 10)

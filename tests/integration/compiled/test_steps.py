@@ -37,34 +37,32 @@ NOT_REACHED = {
     "cuda": {
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02},
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
-        ("PPO", "skip_spikes"): {"launches": 1.11},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
-        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.13},
+        ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.15},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {"bytes, N": 1.04, "scratch, N": 1.12},
         # What is watched is measured besides: what that costs, in kernels.
-        ("PPO", "watch(clip), the gradient"): {"launches": 1.06},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.02, "launches": 1.39},
-        ("scan GPT, small", "watch(clip)"): {"launches": 1.22},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.02, "launches": 1.22},
+        ("scan GPT, small", "watch(clip)"): {"launches": 1.13},
     },
     "tpu": {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
-        ("PPO", "adagc"): {"launches": 1.15},
-        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.30},
+        ("PPO", "adagc"): {"launches": 1.07},
+        ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.32},
         ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.20},
         ("PPO", "skip_spikes"): {"launches": 1.98},
-        ("PPO", "dynamic_loss_scale"): {"launches": 1.11},
+        ("PPO", "dynamic_loss_scale"): {"launches": 1.12},
         # Of 30 more launches 21 are of scalars: the weights of micro-batches, 1 by default.
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.32},
-        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 2.71},
-        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 3.06},
+        ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 1.51},
+        ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 1.84},
     },
 }[PLATFORM]
 # Micro-steps of an accumulation. An H100 copies the carry of the optimizer step, because the host
 # would wait for a loop; on a TPU, a step that emits also rewrites the accumulator.
 PHASES = {
-    "cuda": {"held": (1.12, 2.19), "emitted": (1.15, 1.73)},
+    "cuda": {"held": (1.12, 2.19), "emitted": (1.15, 1.76)},
     "tpu": {"held": (1.0, 1.0), "emitted": (1.05, 1.24)},
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same

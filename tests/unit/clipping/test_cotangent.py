@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import compat
 import gradclip_jax as gcx
 import oracles
 import trees
@@ -117,8 +118,6 @@ def test_second_derivatives_are_those_of_the_clipped_gradient():
 
 # --- devices -------------------------------------------------------------------------------------
 
-needs_eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
-
 
 @jax.jit
 def grads_of(x, weight):
@@ -134,7 +133,7 @@ LAYOUTS = {
 }
 
 
-@needs_eight
+@compat.needs_eight_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("spec", "forbidden"), LAYOUTS.values(), ids=LAYOUTS)
 def test_sharded_tokens_are_not_gathered_and_only_features_are_summed(spec, forbidden, kind):
@@ -145,7 +144,7 @@ def test_sharded_tokens_are_not_gathered_and_only_features_are_summed(spec, forb
     assert not any(collective in text for collective in forbidden)
 
 
-@needs_eight
+@compat.needs_eight_devices
 def test_inside_shard_map_each_device_clips_its_own_tokens():
     found = sharded(SHARDS, SHARDS)(grads_of)(*TOKENS)
     np.testing.assert_allclose(found, grads_of(*TOKENS), rtol=1e-6)

@@ -18,10 +18,7 @@ import oracles
 import trees
 from accumulation_cases import collectives
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
-]
+pytestmark = [pytest.mark.slow, compat.needs_eight_devices]
 
 # XLA merges the all-reduces of one program into one, but its CPU backend does not do so in
 # JAX 0.7; GPU and TPU backends do. There only the number inside `shard_map` is ours.

@@ -8,14 +8,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import array, assert_close
 
+import compat
 import gradclip_jax as gcx
 import hlo
 from guard_cases import SHARDS, WHOLE, sharded
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices"),
-]
+pytestmark = [pytest.mark.slow, compat.needs_eight_devices]
 
 EXAMPLES, TOKENS, WIDTH, HIDDEN = 8, 3, 16, 64
 BATCH = array(EXAMPLES, TOKENS, WIDTH, seed=0)
