@@ -6,7 +6,8 @@ import jax
 import pytest
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
-needs_eight_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+# A string, because a process calls `jax.distributed.initialize` before it asks for devices.
+needs_eight_devices = pytest.mark.skipif("jax.device_count() < 8", reason="needs eight devices")
 
 
 @contextlib.contextmanager
