@@ -20,7 +20,7 @@ from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, count_norms, select_groups
-from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, unit_norms
+from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, stack, unit_norms
 from ._threshold import Elementwise, Threshold, apply_rules, as_rules, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -220,8 +220,7 @@ def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
     for group in groups_of_type(norms):
         like = norms[group[0]]
         own = [jnp.broadcast_to(jnp.asarray(values[i], like.dtype), like.shape) for i in group]
-        # On TPU, each operation on the stack of one scalar would be a kernel of its own.
-        stacks.append(jnp.stack(own) if len(own) > 1 else own[0])
+        stacks.append(stack(own))
     return stacks
 
 

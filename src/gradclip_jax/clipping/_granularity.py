@@ -30,7 +30,7 @@ def count_norms(units: Units, leaves: Sequence[Array]) -> int:
     """Return the number of elements of all arrays in `Norms`."""
     if units.axes is None:
         return units.size
-    return sum(map(num_slices, leaves, units.axes))
+    return sum(num_slices(*pair) for pair in zip(leaves, units.axes, strict=True))
 
 
 def select_groups(argument: str, units: Units, labels: Sequence[Hashable]) -> Units:

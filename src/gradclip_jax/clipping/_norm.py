@@ -315,7 +315,7 @@ def stack_small(
     sizes = (i if x.size > MAX_STACKED_SIZE else None for i, x in enumerate(leaves))
     labels = list(zip(units.axes or units.entries, sizes, strict=True))
     groups = groups_of_type(*columns, labels=labels)
-    stacks = [[_stack([x[i] for i in group]) for group in groups] for x in columns]
+    stacks = [[stack([x[i] for i in group]) for group in groups] for x in columns]
     if units.axes is None:
         entries = tuple(units.entries[group[0]] for group in groups)
         return units._replace(entries=entries), stacks, slice(None)
@@ -339,7 +339,9 @@ def rows_of_sums(
     return jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])[order]
 
 
-def _stack(arrays: Sequence[Array]) -> Array:
+def stack(arrays: Sequence[Array]) -> Array:
+    """Stack several arrays; return a single array unchanged."""
+    # On TPU, each operation on the stack of one scalar would be a kernel of its own.
     return jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
 
 
