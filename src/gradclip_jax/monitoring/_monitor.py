@@ -23,10 +23,14 @@ from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
-_UNITS_EVERY, _AROUND, _KEPT = 50, 8, 1024
-"""The log contains the norms of units at every step that `_UNITS_EVERY` divides, and for `_AROUND`
-steps before and after an incident. `_KEPT` rows are kept for the policy, and to start the detection
-again after a rewind."""
+_UNITS_EVERY = 50
+"""The log contains the norms of units at every step that this number divides."""
+
+_AROUND = 8
+"""Number of steps before and after an incident for which the log contains the norms of units."""
+
+_KEPT = 1024
+"""Number of rows that are kept for the policy, and to start the detection again after a rewind."""
 
 
 class Monitor:

@@ -30,11 +30,7 @@ from ._taps import read_sums
 
 def _of_tree(column: int) -> property:
     """Return a property with one of the measurements of the whole tree in the last row."""
-
-    def read(state: WatchState) -> Array:
-        return lax.bitcast_convert_type(_last(state)[..., TREE + column], jnp.float32)
-
-    return property(read)
+    return property(lambda x: lax.bitcast_convert_type(_last(x)[..., TREE + column], jnp.float32))
 
 
 @register_state(*MEASURES, inner="inner_state", role="watch")
