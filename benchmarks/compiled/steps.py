@@ -143,7 +143,7 @@ def write_tables(records: Record) -> None:
         words = [f"{key} {value}" for key, value in record["about"].items() if key != "commit"]
         commits.setdefault(", ".join(words), set()).add(record["about"].get("commit", ""))
     made = ((about, ", ".join(sorted(own - {""}))) for about, own in sorted(commits.items()))
-    versions = [f"{about}, commits {own}; their seconds vary by 1.5 x" for about, own in made]
+    versions = [f"{about}, commits {own}; seconds depend on the load" for about, own in made]
     _report.write_page("steps-compiled", "\n\n".join([*sections, *versions]))
 
 

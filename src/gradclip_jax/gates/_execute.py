@@ -294,8 +294,9 @@ def _optimize(call: Call) -> _Result:
     else:
         output, (target, after) = run_step(accepted, compute, carry, usually=True)
     # An accumulation in a chain, for example, may close a window without weight.
-    empty = [[x.empty_windows for _, x in find_role(y, "accumulation")] for y in (before, after)]
-    is_empty = jnp.asarray(sum(empty[0]) < sum(empty[1]))
+    windows = [find_role(x, "accumulation") for x in (before, after)]
+    num_empty, num_empty_after = (sum(x.empty_windows for _, x in found) for found in windows)
+    is_empty = jnp.asarray(num_empty < num_empty_after)
     progressed = accepted & ~is_empty
     applied = progressed & has_stepped(after)
     if call.is_weighted is not True:

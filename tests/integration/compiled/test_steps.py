@@ -36,7 +36,6 @@ SHARDED = gpt(2, 512, 5120, 32, 256, scan=True)
 NOT_REACHED = {
     "cuda": {
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02},
-        ("PPO", "microbatched_value_and_grad"): {"launches": 1.05},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
         ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.15},
@@ -47,14 +46,14 @@ NOT_REACHED = {
         ("scan GPT, small", "watch(clip)"): {"launches": 1.13},
     },
     "tpu": {
-        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.38},
+        ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.34},
         ("PPO", "adagc"): {"launches": 1.07},
         ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.32},
-        ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.20},
-        ("PPO", "skip_spikes"): {"launches": 1.98},
+        ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.07},
+        ("PPO", "skip_spikes"): {"launches": 1.40},
         ("PPO", "dynamic_loss_scale"): {"launches": 1.12},
-        # Of 30 more launches 21 are of scalars: the weights of micro-batches, 1 by default.
-        ("PPO", "microbatched_value_and_grad"): {"launches": 1.32},
+        # Of 25 more launches 16 are of scalars: the weights of micro-batches, 1 by default.
+        ("PPO", "microbatched_value_and_grad"): {"launches": 1.27},
         ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 1.51},
         ("PPO", "watch(clip)"): {"bytes, N": 1.03, "launches": 1.84},
     },

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
+from accumulation_cases import taken
 from gradclip_jax.monitoring._rows import Names, Outcome
 from guard_cases import SHARDS, WHOLE, sharded
 
@@ -67,9 +68,11 @@ def test_stacked_layers_have_norms_of_their_own_by_name():
     np.testing.assert_allclose(rows.norms[0], [expected(x) for x in trees], rtol=1e-6)
 
 
-def test_small_leaves_are_reduced_as_stacks():
-    granularity = gcx.granularities.axis(0)
+@pytest.mark.parametrize("axis", [None, 0])
+def test_small_leaves_are_reduced_as_stacks(axis):
+    granularity = "leaf" if axis is None else gcx.granularities.axis(axis)
     params = [np.ones(x, "f") for x in ((3,), (2, 3), (2**10 + 1,), (3,), (2, 3))]
+    params += [np.float32(1)] * 2 * (axis is None)
     grads, tx = random_like(params), gcx.watch(SGD, granularity=granularity)
 
     @sharded((WHOLE, WHOLE), WHOLE)  # otherwise `jit` may shard the leaves
@@ -77,7 +80,7 @@ def test_small_leaves_are_reduced_as_stacks():
         return gcx.last_row(tx.update(grads, tx.init(params), params)[1])
 
     found = gcx.Monitor(params, granularity=granularity).read(step(grads, params)).rows.norms[0, 0]
-    expected = [norm64(*grads), *(np.linalg.norm(x, axis=0) for x in grads)]
+    expected = [norm64(*grads), *(np.linalg.norm(np.atleast_1d(x), axis=axis) for x in grads)]
     np.testing.assert_allclose(found, np.hstack(expected), rtol=1e-6)
     programs = [str(jax.make_jaxpr(step)(n * grads, n * params)) for n in (2, 5)]
     assert programs[0].count("reduce_sum") == programs[1].count("reduce_sum")
@@ -235,12 +238,9 @@ def test_the_update_norm_is_that_of_what_is_added(dtype, scale):
     grads = {"w": jnp.asarray(rng.standard_normal(1000), dtype)}
     tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(2e-4 if dtype == "float16" else 1e-3)))
 
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for form in (step, functools.partial(gcx.apply_gradients, tx)):
-        after, state = jax.jit(form)(grads, tx.init(params), params)
+    for fast in (False, True):
+        step = jax.jit(functools.partial(taken, tx, fast=fast))
+        after, state = step(grads, tx.init(params), params)
         added = np.float64(after["w"]) - np.float64(params["w"])
         assert gcx.metrics(state)["update_norm"] == pytest.approx(norm64(added), rel=1e-3)
 
