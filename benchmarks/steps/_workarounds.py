@@ -37,11 +37,8 @@ def _two_sums(total: Callable[..., Any], *terms: Any) -> Any:
     return jnp.stack([total(x) for x in terms], -1)
 
 
-_FORMS = {"cond": _run_if._cond, "loop": _run_if._loop, "select": _run_if._select}
-
-
 def _forms(name: str, *labels: str) -> dict[str, Replacements]:
-    return {label: {name: _FORMS[label]} for label in labels}
+    return {label: {name: getattr(_run_if, f"_{label}")} for label in labels}
 
 
 # Name of the workaround, the step of `_rows.ROWS` that shows it, and its alternatives.
@@ -53,6 +50,8 @@ ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),
     ("fusion_barrier", "skip_nonfinite", {"without": {"fusion_barrier": _same}}),
     ("pair_of_sums", "watch(clip)", {"two sums": {"pair_of_sums": _two_sums}}),
+    ("stacks", "watch(clip)", {"one by one": {"MAX_STACKED_SIZE": 0}}),
+    ("stacks", "clip_by_global_norm", {"one by one": {"MAX_STACKED_SIZE": 0}}),
 )
 
 
