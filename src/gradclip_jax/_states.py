@@ -153,13 +153,10 @@ def has_updated(state: Tree) -> Array:
 
 def has_stepped(state: Tree) -> Array:
     """Return whether an outermost guard or accumulation applied a step, or True if none exists."""
-
-    def is_gate(node: object) -> bool:
-        others = optax.MultiStepsState, optax.ApplyIfFiniteState
-        return kind_of(node).is_gate or isinstance(node, others)
-
-    nodes = jax.tree.leaves(state, is_leaf=is_gate)
-    flags = [_gate_has_stepped(node) for node in nodes if is_gate(node)]
+    gates = [kind for kind, x in KINDS.items() if x.is_gate]
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState, *gates)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    flags = [_gate_has_stepped(node) for node in nodes if isinstance(node, kinds)]
     return functools.reduce(jnp.logical_or, flags) if flags else jnp.array(True)
 
 
