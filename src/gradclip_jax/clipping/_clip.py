@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from .._checks import check_choice, check_number, check_ord, check_params
-from .._devices import groups_of_type, map_arrays, shared
+from .._devices import groups_of_type, map_arrays, shared, stack
 from .._errors import public
 from .._leaves import checked_leaves, measured_shapes
 from .._mesh import max_over, replica_count, shard_axes, sum_over
@@ -20,7 +20,7 @@ from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ._formula import factor_of, scale_factor, scale_leaf
 from ._granularity import Granularity, as_granularity, count_norms, select_groups
-from ._norm import Norms, Units, norm_dtype, norm_of_leaves, root_mean_squares, stack, unit_norms
+from ._norm import Norms, Units, norm_dtype, norm_of_leaves, unit_norms, unit_sizes
 from ._threshold import Elementwise, Threshold, apply_rules, as_rules, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -134,21 +134,20 @@ def norm_clip(
         units = granularity.cut(arrays, updates)
         if labels is not None:
             units = select_groups(argument, units, labels)
-        norms, total = _measure(arrays, units, order, axis_name)
+        norms, stacks, total = _measure(arrays, units, order, axis_name)
         param_norms = norms
         if uses_params:
             check_params(updates, params)
-            param_norms, _ = _measure(leaves.beside(params), units, order, axis_name)
+            param_norms = unit_sizes(leaves.beside(params), units, order, axis_name)
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(rules, norms, param_norms, states, jnp.isfinite(total))
         limits: list[Array] = []
         if labels is None and isinstance(rules[0], Elementwise):
             # From a stack of thresholds, XLA on CPU would compute each of them in two kernels.
-            stacks = _stacked(norms, norms), _stacked(param_norms, norms)
-            limits, _ = apply_rules(rules, *stacks, (), jnp.isfinite(total))
-        clipped, metrics = _clipped(
-            arrays, norms, total, thresholds, limits, units, reaction, axis_name
-        )
+            param_stacks = _stacked(param_norms, norms)
+            limits, _ = apply_rules(rules, stacks, param_stacks, (), jnp.isfinite(total))
+        columns = norms, thresholds, stacks, limits
+        clipped, metrics = _clipped(arrays, total, *columns, units, reaction, axis_name)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -157,23 +156,26 @@ def norm_clip(
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _measure(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName
-) -> tuple[Norms, Scalar]:
-    """Compute the norms, or root mean squares, of all units, and the norm of all leaves."""
+) -> tuple[Norms, list[Array], Scalar]:
+    """Compute the sizes of all units, the same as stacks, and the norm of all leaves."""
     norms = unit_norms(leaves, units, ord, axis_name)
+    stacks = _stacked(norms, norms)
     is_single = len(norms) == 1 and not norms[0].ndim
     over = axis_name if units.is_local else ()
-    total = norms[0] if is_single else norm_of_leaves(_stacked(norms, norms), ord, over)
+    total = norms[0] if is_single else norm_of_leaves(stacks, ord, over)
     if units.is_rms:
-        norms = root_mean_squares(norms, leaves, units, axis_name)
-    return norms, total
+        norms = unit_sizes(leaves, units, ord, axis_name)
+        stacks = _stacked(norms, norms)
+    return norms, stacks, total
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _clipped(
     leaves: list[Array],
-    norms: Norms,
     total: Scalar,
+    norms: Norms,
     thresholds: list[Any],
+    stacks: list[Array],
     limits: list[Any],
     units: Units,
     reaction: Reaction,
@@ -183,16 +185,7 @@ def _clipped(
 
     `limits` are the stacked thresholds, or empty if they are not known.
     """
-    is_finite = jnp.isfinite(total)
-
-    def respond(norm: Array, threshold: Array) -> Array:
-        # A non-finite norm makes every leaf NaN, on every device.
-        threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
-        threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, jnp.nan))
-        factor = factor_of(reaction, norm, threshold)
-        return factor if isinstance(reaction, str) else jnp.clip(factor, 0, 1)
-
-    stacks = _stacked(norms, norms)
+    respond = functools.partial(_factor, is_finite=jnp.isfinite(total), reaction=reaction)
     if len(thresholds) == 1:  # one threshold for all norms
         limits, thresholds = thresholds * len(stacks), thresholds * len(norms)
     limits = limits or _stacked(thresholds, norms)
@@ -212,6 +205,15 @@ def _clipped(
     scaled = map(scale_leaf, measured, by_leaf)
     clipped = [x if i is None else next(scaled) for x, i in zip(leaves, entries, strict=True)]
     return clipped, optax.tree.cast(metrics, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="reaction")
+def _factor(norm: Array, threshold: Array, is_finite: Scalar, reaction: Reaction) -> Array:
+    """Return the factor of each norm, or NaN, on every device, if a norm is not finite."""
+    threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
+    threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, jnp.nan))
+    factor = factor_of(reaction, norm, threshold)
+    return factor if isinstance(reaction, str) else jnp.clip(factor, 0, 1)
 
 
 def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:

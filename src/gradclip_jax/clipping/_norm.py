@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._checks import check_ord
-from .._devices import MAX_STACKED_SIZE, fusion_barrier, groups_of_type, joined, map_arrays
+from .._devices import MAX_STACKED_SIZE, fusion_barrier, groups_of_type, joined, map_arrays, stack
 from .._errors import public
 from .._leaves import checked_leaves, is_measured, wide_dtype
 from .._mesh import max_over, replica_count, shard_axes, sum_over
@@ -289,18 +289,17 @@ def _unit_norms_jvp(
     return norms, total(along, leaves, by_leaf(norms), by_leaf(ties), directions)
 
 
-def root_mean_squares(
-    norms: Norms, leaves: Sequence[Array], units: Units, axis_name: AxisName
-) -> Norms:
-    """Divide the norm of each slice by the root of its number of elements."""
+def unit_sizes(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Norms:
+    """Compute the norms of all units, or their root mean squares if `units.is_rms`."""
 
-    def divide(norm: Array, x: Array, axes: Axes) -> Array:
+    def mean(norm: Array, x: Array, axes: Axes) -> Array:
         num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
         root = math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1))
         # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
         return norm / fusion_barrier(jnp.asarray(root, norm.dtype))
 
-    return list(map(divide, norms, leaves, units.axes or ()))
+    norms = unit_norms(leaves, units, ord, axis_name)
+    return list(map(mean, norms, leaves, units.axes or ())) if units.is_rms else norms
 
 
 def stack_small(
@@ -337,12 +336,6 @@ def rows_of_sums(
     rows = totals(terms, *stacks, units=stacked, axis_name=axis_name)
     zeros = jnp.zeros((1, 2), norm_dtype(columns[0]))  # of a unit without leaves
     return jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])[order]
-
-
-def stack(arrays: Sequence[Array]) -> Array:
-    """Stack several arrays; return a single array unchanged."""
-    # On TPU, each operation on the stack of one scalar would be a kernel of its own.
-    return jnp.stack(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def totals(
