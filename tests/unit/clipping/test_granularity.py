@@ -31,7 +31,7 @@ def test_stacked_rms_is_that_of_a_layer_and_empty_layers_pass():
 def grouped_grads():
     return {
         "enc": {"w": trees.normal((4, 5), seed=1), "b": trees.normal((5,), "bfloat16", seed=2)},
-        "dec": {"w": trees.normal((5, 3), seed=3), "b": trees.normal((3,), seed=4)},
+        "dec": {"w": trees.normal((4, 5), seed=3), "b": trees.normal((5,), seed=4)},
         "fp8": trees.normal((6,), "float8_e4m3fn", seed=5),
     }
 
@@ -40,17 +40,18 @@ FULL_LABELS = {"enc": {"w": "enc", "b": "enc"}, "dec": {"w": "dec", "b": "dec"},
 GROUP_OF_LEAF = ["dec", "dec", "enc", "enc", "raw"]  # in the order of jax.tree.leaves
 
 
+PREFIX = {"enc": "enc", "dec": "dec", "fp8": "raw"}
+
+
 def label_by_path(params):
-    names = {"enc": "enc", "dec": "dec", "fp8": "raw"}
-    return jax.tree_util.tree_map_with_path(lambda path, _: names[path[0].key], params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: PREFIX[path[0].key], params)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [FULL_LABELS, {"enc": "enc", "dec": "dec", "fp8": "raw"}, label_by_path],
-    ids=["tree", "prefix", "function"],
-)
-def test_labels_are_a_tree_a_prefix_or_a_function(labels):
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("labels", [FULL_LABELS, PREFIX, label_by_path])
+def test_labels_are_a_tree_a_prefix_or_a_function(labels, num_devices, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
+    jax.clear_caches()  # on one device, leaves of one type and group are stacked
     grads, bounds = grouped_grads(), {"enc": 1.0, "dec": 0.5}
     updates, state = step(gcx.clip_by_group_norm(bounds, labels), grads)
     assert_close(updates, oracles.clip_by_group_norm(trees.leaves(grads), GROUP_OF_LEAF, bounds))
