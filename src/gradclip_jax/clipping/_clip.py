@@ -138,7 +138,9 @@ def norm_clip(
         param_norms = norms
         if uses_params:
             check_params(updates, params)
-            param_norms = unit_sizes(leaves.beside(params), units, order, axis_name)
+            beside = leaves.beside(params)
+            param_norms = unit_norms(beside, units, order, axis_name)
+            param_norms = unit_sizes(param_norms, beside, units, axis_name)
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(rules, norms, param_norms, states, jnp.isfinite(total))
         limits: list[Array] = []
@@ -157,14 +159,14 @@ def norm_clip(
 def _measure(
     leaves: list[Array], units: Units, ord: float, axis_name: AxisName
 ) -> tuple[Norms, list[Array], Scalar]:
-    """Compute the sizes of all units, the same as stacks, and the norm of all leaves."""
+    """Compute the norms, or root mean squares, of all units, their stacks, and the total norm."""
     norms = unit_norms(leaves, units, ord, axis_name)
     stacks = _stacked(norms, norms)
     is_single = len(norms) == 1 and not norms[0].ndim
     over = axis_name if units.is_local else ()
     total = norms[0] if is_single else norm_of_leaves(stacks, ord, over)
     if units.is_rms:
-        norms = unit_sizes(leaves, units, ord, axis_name)
+        norms = unit_sizes(norms, leaves, units, axis_name)
         stacks = _stacked(norms, norms)
     return norms, stacks, total
 
@@ -209,7 +211,7 @@ def _clipped(
 
 @functools.partial(jax.jit, static_argnames="reaction")
 def _factor(norm: Array, threshold: Array, is_finite: Scalar, reaction: Reaction) -> Array:
-    """Return the factor of each norm, or NaN, on every device, if a norm is not finite."""
+    """Return the factor of each norm; NaN on every device if any norm is not finite."""
     threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
     threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, jnp.nan))
     factor = factor_of(reaction, norm, threshold)

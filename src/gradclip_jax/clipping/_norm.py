@@ -289,8 +289,8 @@ def _unit_norms_jvp(
     return norms, total(along, leaves, by_leaf(norms), by_leaf(ties), directions)
 
 
-def unit_sizes(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Norms:
-    """Compute the norms of all units, or their root mean squares if `units.is_rms`."""
+def unit_sizes(norms: Norms, leaves: list[Array], units: Units, axis_name: AxisName) -> Norms:
+    """Convert the norms of all units to root mean squares if `units.is_rms`."""
 
     def mean(norm: Array, x: Array, axes: Axes) -> Array:
         num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
@@ -298,7 +298,6 @@ def unit_sizes(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
         # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
         return norm / fusion_barrier(jnp.asarray(root, norm.dtype))
 
-    norms = unit_norms(leaves, units, ord, axis_name)
     return list(map(mean, norms, leaves, units.axes or ())) if units.is_rms else norms
 
 

@@ -111,7 +111,7 @@ def skip_nonfinite(
 
     Returns:
         A gradient transformation with a `SkipNonfiniteState`. With `apply_gradients` and donated
-        arguments, no buffers are copied.
+        arguments, no buffers are copied, except those of a small accumulation on CUDA.
 
     Raises:
         TypeError: If `inner` is not a gradient transformation, if a leaf is not floating-point or
