@@ -32,8 +32,8 @@ from ._version import __version__ as __version__
 from . import diagnostics as diagnostics, granularities as granularities
 from . import per_example as per_example, taps as taps, thresholds as thresholds
 
-from .clipping._norm import combine_norms as combine_norms, global_norm as global_norm
-from .clipping._norm import leaf_norms as leaf_norms
+from .norms._norm import combine_norms as combine_norms, global_norm as global_norm
+from .norms._norm import leaf_norms as leaf_norms
 from .clipping._clip import clip_grad_norm as clip_grad_norm
 from .clipping._in_model import clip_cotangent as clip_cotangent, qk_clip as qk_clip
 from .clipping._transform import clip_by_block_rms as clip_by_block_rms

@@ -10,10 +10,10 @@ from jax import lax
 from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
-from ._leaves import checked_leaves
-from ._mesh import is_explicit, varying_axes
 from ._states import increment_where
 from ._types import Array, Path, Scalar, Tree
+from .norms._leaves import checked_leaves
+from .norms._mesh import is_explicit, varying_axes
 
 
 class RoundingState(NamedTuple):

@@ -26,8 +26,8 @@ from jax.tree_util import Partial
 
 from ._checks import is_float0, is_traced
 from ._devices import shared
-from ._mesh import check_equal_on_devices, reshard_like, varying_axes, zeros_of_type
 from ._types import Array, Tree
+from .norms._mesh import check_equal_on_devices, reshard_like, varying_axes, zeros_of_type
 
 Flag: TypeAlias = Array | bool
 """A bool[] array, or a Python bool, which is known at trace time and needs no branch."""

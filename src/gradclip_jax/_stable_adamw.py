@@ -11,11 +11,11 @@ import optax
 
 from ._checks import check_decays, check_number, check_params, check_state
 from ._errors import public
-from ._leaves import checked_leaves, flatten, is_measured, wide_dtype
-from ._mesh import replica_count, shard_axes
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
-from .clipping._norm import norm_of_leaves
+from .norms._leaves import checked_leaves, flatten, is_measured, wide_dtype
+from .norms._mesh import replica_count, shard_axes
+from .norms._norm import norm_of_leaves
 
 
 class StableAdamWState(NamedTuple):

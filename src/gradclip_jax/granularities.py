@@ -3,6 +3,6 @@
 The granularities `"global"` and `"leaf"` are passed as strings.
 """
 
-from .clipping._granularity import Granularity, axis, group, layer
+from .norms._granularity import Granularity, axis, group, layer
 
 __all__ = ["Granularity", "axis", "group", "layer"]

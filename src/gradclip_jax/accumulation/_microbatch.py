@@ -18,7 +18,8 @@ from .._checks import (
     check_transformation,
 )
 from .._errors import public
-from .._mesh import (
+from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
+from ..norms._mesh import (
     check_equal_on_devices,
     check_placement,
     sum_over,
@@ -26,7 +27,6 @@ from .._mesh import (
     varying_axes,
     zeros_of_type,
 )
-from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
 from ._reduction import REDUCTIONS, as_weight, check_dtype, divide
 from ._reduction import accumulator_dtype as sum_dtype

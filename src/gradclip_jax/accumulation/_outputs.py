@@ -11,10 +11,10 @@ from jax import lax
 from .._checks import broadcast_prefix, describe, is_traced, leaf_path
 from .._devices import summand
 from .._errors import type_error
-from .._leaves import wide_dtype
-from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
+from ..norms._leaves import wide_dtype
+from ..norms._mesh import vary, varying_axes, zeros_of_type
 from ._reduction import REDUCTIONS, add_weighted, divide
 from ._split import Split, in_order
 

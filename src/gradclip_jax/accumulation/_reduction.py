@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from .._checks import check_number, shortened
 from .._errors import type_error
-from .._leaves import wide_dtype
 from .._types import Array, Scalar
+from ..norms._leaves import wide_dtype
 
 Weight: TypeAlias = Array | np.float32
 """The weight of a micro-batch; NumPy scalars are known at trace time."""

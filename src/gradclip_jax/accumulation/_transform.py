@@ -24,13 +24,13 @@ from .._checks import (
 )
 from .._devices import summand
 from .._errors import named, public, type_error
-from .._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
 from .._run_if import Flag, like_dtypes
 from .._states import find_role, find_states, increment_where
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._extra_args import has_micro_batch, loss_argument
 from ..gates._gate import ExtraArgs, params_of
+from ..norms._mesh import check_equal_on_devices, check_placement, reshard_like, varying_axes
 from ._reduction import (
     REDUCTIONS,
     Weight,

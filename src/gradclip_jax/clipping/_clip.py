@@ -14,13 +14,13 @@ from jax import lax
 from .._checks import check_choice, check_number, check_ord, check_params
 from .._devices import groups_of_type, map_arrays, shared, stack
 from .._errors import public
-from .._leaves import checked_leaves, measured_shapes
-from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
+from ..norms._granularity import Granularity, as_granularity, count_norms, select_groups
+from ..norms._leaves import checked_leaves, measured_shapes
+from ..norms._mesh import max_over, replica_count, shard_axes, sum_over
+from ..norms._norm import Norms, Units, norm_dtype, norm_of_leaves, unit_norms, unit_sizes
 from ._formula import factor_of, scale_factor, scale_leaf
-from ._granularity import Granularity, as_granularity, count_norms, select_groups
-from ._norm import Norms, Units, norm_dtype, norm_of_leaves, unit_norms, unit_sizes
 from ._threshold import Elementwise, Threshold, apply_rules, as_rules, init_rules
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]

@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._devices import fusion_barrier
-from .._leaves import wide_dtype
 from .._types import Array, Number, Tree
+from ..norms._leaves import wide_dtype
 
 
 @jax.jit

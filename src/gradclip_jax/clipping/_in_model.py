@@ -10,11 +10,11 @@ import numpy as np
 
 from .._checks import check_axis, check_number, describe, dtype_of, leaf_path
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves
 from .._types import Array, Number, Path, Tree
+from ..norms._granularity import axes_within
+from ..norms._leaves import checked_leaves
+from ..norms._norm import norm_dtype, slice_units, unit_norms
 from ._formula import scale_factor, scale_leaf
-from ._granularity import axes_within
-from ._norm import norm_dtype, slice_units, unit_norms
 
 
 @public

@@ -18,7 +18,7 @@ from .._devices import map_arrays
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
-from ._norm import Norms, split
+from ..norms._norm import Norms, split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,13 +12,13 @@ import optax
 
 from .._checks import check_number, is_traced
 from .._errors import public, value_error
-from .._leaves import checked_leaves
 from .._types import UNBOUNDED, Array, AxisName, Count, Labels, Number, Order, Tree
+from ..norms._granularity import Granularity, group, layer
+from ..norms._granularity import axis as unit_axis
+from ..norms._leaves import checked_leaves
+from ..norms._norm import norm_of_leaves
 from ._clip import Reaction, norm_clip
 from ._formula import clamp_leaf, scale_factor
-from ._granularity import Granularity, group, layer
-from ._granularity import axis as unit_axis
-from ._norm import norm_of_leaves
 from ._rules import EmaState, ema, zscore
 from ._rules import percentile as percentile_rule
 from ._threshold import Threshold, capped, relative_to_params

@@ -15,10 +15,10 @@ import optax
 
 from .._checks import check_same_structure, check_state, check_transformation, dtype_of, is_float0
 from .._errors import named, public
-from .._leaves import checked_leaves
 from .._run_if import Flag, compute_step, like_dtypes, run_step, select_step
 from .._states import discard_windows, find_role, has_stepped, increment_where, plain_arrays
 from .._types import Array, Tree
+from ..norms._leaves import checked_leaves
 from ._extra_args import has_weight, warn_of_misspelled, warn_of_unread_weight
 from ._gate import AccumulationGate, Call, ExtraArgs, Guard, check_guard, params_of
 

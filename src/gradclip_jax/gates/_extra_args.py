@@ -9,10 +9,10 @@ from jax import lax
 
 from .._checks import describe, is_scalar
 from .._errors import type_error
-from .._mesh import shard_axes
 from .._run_if import Flag
 from .._states import find_role
 from .._types import AxisName, Scalar, Tree
+from ..norms._mesh import shard_axes
 from ._gate import ExtraArgs
 
 EXTRA_ARGS: Final = ("value", "loss", "weight", "flush", "emit")

@@ -10,12 +10,12 @@ import optax
 
 from .._checks import check_count, check_transformation
 from .._errors import type_error, value_error
-from .._leaves import measured_leaves
-from .._mask import Mask, check_mask, zero_excluded
 from .._run_if import Flag, like_dtypes
 from .._states import find_role
 from .._types import AxisName, Count, Scalar, Tree
-from ..clipping._norm import norm_of_leaves
+from ..norms._leaves import measured_leaves
+from ..norms._mask import Mask, check_mask, zero_excluded
+from ..norms._norm import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""

@@ -12,12 +12,12 @@ from jax.typing import ArrayLike
 
 from .._checks import check_count, check_number, is_float0
 from .._errors import public, type_error
-from .._leaves import wide_dtype
-from .._mask import Mask
 from .._states import find_states, increment_where, plain_arrays, register_guard
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import ClipState
 from ..gates._execute import gated
+from ..norms._leaves import wide_dtype
+from ..norms._mask import Mask
 from ._skip_nonfinite import Check, finite_guard, is_bad
 
 _MIN_SCALE: Final = 1.0

@@ -13,13 +13,13 @@ import optax
 
 from .._checks import check_callable, check_dtype_kept, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
-from .._mask import Mask
-from .._mesh import varying_axes
 from .._run_if import like_dtypes
 from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
 from ..gates._execute import gated
 from ..gates._gate import Call, Guard
+from ..norms._mask import Mask
+from ..norms._mesh import varying_axes
 
 
 @register_guard("skipped_other")

@@ -21,15 +21,15 @@ from jax import lax
 from .._checks import check_choice, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import public
-from .._leaves import is_measured, measured_leaves
-from .._mask import Mask, broadcast_mask
-from .._mesh import max_over, shard_axes
 from .._states import KINDS, increment_where, kind_of, register_guard, replace_states
 from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
-from ..clipping._norm import norm_of_leaves
 from ..gates._execute import gated
 from ..gates._extra_args import loss_of
 from ..gates._gate import Call, ExtraArgs, Guard, params_of
+from ..norms._leaves import is_measured, measured_leaves
+from ..norms._mask import Mask, broadcast_mask
+from ..norms._mesh import max_over, shard_axes
+from ..norms._norm import norm_of_leaves
 
 Check: TypeAlias = Literal["gradient", "step"]
 """Whether a guard checks only the gradient, or the computed step as well."""

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from .._errors import public, value_error
-from .._mask import Mask
 from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
 from ..gates._execute import gated
 from ..gates._extra_args import mean_loss
 from ..gates._gate import Call, Guard
+from ..norms._mask import Mask
 
 
 @register_guard(

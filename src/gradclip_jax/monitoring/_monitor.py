@@ -12,9 +12,9 @@ import numpy as np
 
 from .._checks import check_number, shortened
 from .._errors import public, value_error
-from .._mask import Mask
 from .._types import HostArray, Tree
-from ..clipping._granularity import Granularity
+from ..norms._granularity import Granularity
+from ..norms._mask import Mask
 from ._detect import Detector, Incident, from_lines
 from ._log import LogSource, append_lines, read_lines
 from ._policy import DECISION, Policy, Report, agreed

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from .._errors import value_error
-from .._mask import Mask, mask_leaves
 from .._types import Array, HostArray, Scalar, Tree
-from ..clipping._granularity import unit_names
+from ..norms._granularity import unit_names
+from ..norms._mask import Mask, mask_leaves
 from ._taps import SHAPE, STATISTICS, read_sums, statistics
 
 NUM_INTS, TREE = 4, 7

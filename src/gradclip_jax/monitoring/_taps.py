@@ -14,10 +14,10 @@ from jax import lax
 
 from .._checks import describe, distinct, leaf_name, leaf_path
 from .._errors import public, value_error
-from .._leaves import checked_leaves
-from .._mesh import vary, varying_axes
 from .._types import Array, Count, HostArray, Tree
-from ..clipping._norm import squares
+from ..norms._leaves import checked_leaves
+from ..norms._mesh import vary, varying_axes
+from ..norms._norm import squares
 
 SHAPE = (2, 4)
 """Sums of a tap: the element count, the sums of x and x^2, and the non-finite count, for the

@@ -14,16 +14,16 @@ from jax import lax
 from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
 from .._devices import fusion_barrier, pair_of_sums
 from .._errors import public, type_error, value_error
-from .._leaves import checked_leaves, wide_dtype
-from .._mask import Mask, mask_leaves
-from .._mesh import reshard_like
 from .._run_if import Flag, like_dtypes
 from .._states import find_states, has_stepped, metrics, plain_arrays, register_state
 from .._types import Array, AxisName, Count, Scalar, Tree
-from ..clipping._granularity import Granularity, as_granularity
-from ..clipping._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
 from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
 from ..gates._gate import ExtraArgs, check_guard
+from ..norms._granularity import Granularity, as_granularity
+from ..norms._leaves import checked_leaves, wide_dtype
+from ..norms._mask import Mask, mask_leaves
+from ..norms._mesh import reshard_like
+from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
 from ._rows import MEASURED, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
 

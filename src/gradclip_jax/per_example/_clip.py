@@ -12,11 +12,11 @@ import numpy as np
 
 from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
-from .._leaves import wide_dtype
-from .._mesh import shard_axes, sum_over, varying_axes
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
 from ..clipping._formula import factor_of
+from ..norms._leaves import wide_dtype
+from ..norms._mesh import shard_axes, sum_over, varying_axes
 from ._clipped_sum import sums_and_norms
 from ._loss import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._devices import device_count, fusion_barrier
-from .._leaves import wide_dtype
-from .._mesh import is_explicit, sum_over, varying_axes
 from .._types import Array, Scalar
-from ..clipping._norm import SCALE
+from ..norms._leaves import wide_dtype
+from ..norms._mesh import is_explicit, sum_over, varying_axes
+from ..norms._norm import SCALE
 from ._factored import Factored, Value, as_wide_array
 from ._gram import norm_of, root, squared_norm, sum_squares
 from ._loss import Outputs, part_of

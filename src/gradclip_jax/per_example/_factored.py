@@ -25,8 +25,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
-from .._leaves import wide_dtype
 from .._types import Array
+from ..norms._leaves import wide_dtype
 
 AxisLabels: TypeAlias = tuple[int, ...]
 

@@ -15,9 +15,9 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax import lax
 
-from .._leaves import wide_dtype
 from .._types import Array, Scalar
-from ..clipping._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
+from ..norms._leaves import wide_dtype
+from ..norms._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
 from ._factored import AxisLabels, Factor, Factored, Term, Value, as_wide_array, einsum
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the

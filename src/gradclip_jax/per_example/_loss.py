@@ -12,8 +12,6 @@ from jax import lax
 
 from .._checks import check_callable, describe, labels_of
 from .._errors import type_error
-from .._leaves import is_measured, measured_leaves
-from .._mesh import vary, varying_axes, zeros_of_type
 from .._run_if import run_step, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
@@ -24,6 +22,8 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
 )
+from ..norms._leaves import is_measured, measured_leaves
+from ..norms._mesh import vary, varying_axes, zeros_of_type
 from ._evaluate import evaluate
 from ._factored import Value
 

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from .._checks import check_ord
 from .._devices import MAX_STACKED_SIZE, fusion_barrier, groups_of_type, joined, map_arrays, stack
 from .._errors import public
-from .._leaves import checked_leaves, is_measured, wide_dtype
-from .._mesh import max_over, replica_count, shard_axes, sum_over
 from .._types import Array, AxisName, HostArray, Number, Order, Scalar, Tree
+from ._leaves import checked_leaves, is_measured, wide_dtype
+from ._mesh import max_over, replica_count, shard_axes, sum_over
 
 Axes: TypeAlias = tuple[int, ...]
 Norms: TypeAlias = list[Array]

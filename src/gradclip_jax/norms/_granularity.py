@@ -21,8 +21,8 @@ from .._checks import (
     leaf_path,
 )
 from .._errors import public, value_error
-from .._leaves import is_measured, measured_shapes
 from .._types import Array, Labels, Path, Tree
+from ._leaves import is_measured, measured_shapes
 from ._norm import Axes, Units, leaf_units, num_slices, slice_units, tree_units
 
 

@@ -14,10 +14,10 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.typing import DTypeLike
 
-from ._checks import is_float0, leaf_path
-from ._devices import HAS_TYPES
-from ._errors import type_error
-from ._types import Array, AxisName, Tree
+from .._checks import is_float0, leaf_path
+from .._devices import HAS_TYPES
+from .._errors import type_error
+from .._types import Array, AxisName, Tree
 
 
 def varying_axes(x: object) -> frozenset[str]:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import broadcast_prefix, describe, is_float0, leaf_path
-from ._errors import type_error
-from ._types import Array, Tree
+from .._checks import broadcast_prefix, describe, is_float0, leaf_path
+from .._errors import type_error
+from .._types import Array, Tree
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | None
 """A prefix tree of bools, a function from the parameters to one, or None to include all leaves."""

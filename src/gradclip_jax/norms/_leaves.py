@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import describe, dtype_of, is_float0, leaf_path, listed
-from ._errors import type_error
+from .._checks import describe, dtype_of, is_float0, leaf_path, listed
+from .._errors import type_error
+from .._types import Array, Tree
 from ._mesh import check_placement
-from ._types import Array, Tree
 
 
 class Leaves(NamedTuple):

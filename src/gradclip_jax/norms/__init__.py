@@ -1,0 +1,1 @@
+"""Leaves, mesh axes, masks, norm groups and norms, which all other folders use."""
