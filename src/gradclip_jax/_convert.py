@@ -1,14 +1,16 @@
 """Convert an optimizer state to the state of another optimizer during training.
 
-Guards, clips, accumulations and `watch` are matched by type and by the number of accumulations
-around them, and copied in order. Those without a counterpart are initialized or dropped. All other
-arrays must be the same in both optimizers, in the same order.
+States of `optax.MultiSteps` and `optax.apply_if_finite`, and those of earlier versions of this
+package, are first converted to states of this package. Guards, clips, accumulations and `watch` are
+then matched by type and by the number of accumulations around them, and copied in order. Those
+without a counterpart are initialized or dropped. All other arrays must be the same in both
+optimizers, in the same order.
 """
 
 import collections
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +20,14 @@ import optax
 from ._checks import check_choice, check_transformation, describe, is_traced, leaf_path
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
-from ._states import KINDS, find_states, plain_arrays, with_structure_of
+from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
-from .accumulation._state import AccumulationState
-from .clipping._clip import ClipState
+from ._weighted_sum import WeightedSum
 from .guarding._loss_scale import LossScaleState
-from .guarding._skip_nonfinite import SkipNonfiniteState
+from .guarding._skip_spikes import SpikeState
 from .monitoring._watch import WatchState
-
-_INNER: Final[dict[type, str]] = {  # name of the field that contains the inner state
-    **{kind: x.inner for kind, x in KINDS.items() if x.inner},
-    optax.MultiStepsState: "inner_opt_state",
-    optax.ApplyIfFiniteState: "inner_state",
-}
-_KINDS: Final[dict[type, type]] = {
-    optax.MultiStepsState: AccumulationState,
-    optax.ApplyIfFiniteState: SkipNonfiniteState,
-}
-_Window: TypeAlias = AccumulationState | optax.MultiStepsState
-_WINDOWS = (AccumulationState, optax.MultiStepsState)
+from .wrappers._accumulation import AccumulationState
+from .wrappers._state import GuardState, WrapperState
 
 
 @public
@@ -57,6 +48,7 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | nothing | a clip | nothing; its state is initialized |
+    | guards and accumulations of versions with one state for each | the same | everything |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
@@ -102,7 +94,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
-    new, old = plain_arrays(like), plain_arrays(state)
+    new, old = (_to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))
     values.update((path, value) for path, value in _pairs(new, old))
     unmatched = _parts(old)
@@ -110,13 +102,15 @@ def convert_state(
         if len(parts) != len(unmatched[key]):
             continue
         for (path, x), (old_path, y) in zip(parts, unmatched.pop(key), strict=True):
-            copied = _without_inner(_copied(x, y, reduction, old_path))
+            copied = _copied(x, y, old_path, reduction)
             values.update(((*path, *rest), v) for rest, v in jax.tree.leaves_with_path(copied))
     for parts in unmatched.values():
         for path, x in parts:
-            _check_closed(x, path)
+            if isinstance(x, WrapperState) and x.accumulation is not None:
+                _check_closed(x, path)
     converted = jax.tree.map_with_path(lambda path, _: values[path], new)
-    return with_structure_of(like, like_dtypes(converted, new))
+    converted = _from_own(plain_arrays(like), converted)
+    return with_structure_of(like, like_dtypes(converted, plain_arrays(like)))
 
 
 class _Leaf(NamedTuple):
@@ -136,10 +130,10 @@ class _Leaf(NamedTuple):
 def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Iterator[_Leaf]:
     """Yield all arrays except those of clips, guards, accumulations and `watch` themselves."""
     kind = type(node)
-    if kind in _INNER:
-        name = _INNER[kind]
-        yield from _leaves(getattr(node, name), (*path, jax.tree_util.GetAttrKey(name)), keys)
-    elif kind is not ClipState:
+    if is_own_state(node):
+        place = (*path, jax.tree_util.GetAttrKey("inner_state"))
+        yield from _leaves(getattr(node, "inner_state", ()), place, keys)
+    else:
         children, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
         if structure == jax.tree.structure(0):
             yield _Leaf(keys, path, node)
@@ -174,79 +168,281 @@ def _shown(argument: str, leaf: _Leaf | None) -> str:
 
 
 def _parts(state: Tree) -> dict[Hashable, list[tuple[Path, Tree]]]:
-    """Group clips, guards, accumulations and `watch` by type and accumulations around them."""
-    found = find_states(state, (*_INNER, ClipState))
-    windows = [path for path, x in found if isinstance(x, _WINDOWS)]
+    """Group the states of clips, guards, accumulations and `watch`, with their paths.
+
+    The key of a group is the type, and the number of accumulations around the state. The part of an
+    accumulation is the `WrapperState` that contains it. The counts that guards share are a
+    `WrapperState` of their own; if guards are directly around each other, the outermost one.
+    """
     parts: dict[Hashable, list[tuple[Path, Tree]]] = collections.defaultdict(list)
-    for path, x in found:
-        depth = sum(path[: len(window)] == window for window in windows)
-        parts[_KINDS.get(type(x), type(x)), depth].append((path, x))
+
+    def visit(state: Tree, path: Path, depth: int, has_counts: bool) -> None:
+        for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
+            if not is_own_state(node):
+                continue
+            here, inside = (*path, *place), depth
+            if not isinstance(node, WrapperState):
+                parts[type(node), depth].append((here, _without_inner(node)))
+            else:
+                inside += node.accumulation is not None
+                for field, level in (("outer", depth), ("guards", inside)):
+                    for i, guard in enumerate(getattr(node, field)):
+                        key = type(guard.rule_state), tuple(guard.skipped), level
+                        index = jax.tree_util.SequenceKey(i)
+                        parts[key].append(((*here, jax.tree_util.GetAttrKey(field), index), guard))
+                if node.accumulation is not None:
+                    parts[AccumulationState, depth].append((here, node))
+                if not has_counts and (node.outer or node.guards):
+                    counts = node._replace(outer=(), guards=(), accumulation=None)
+                    parts[WrapperState, depth].append((here, _without_inner(counts)))
+            if hasattr(node, "inner_state"):
+                inner_path = (*here, jax.tree_util.GetAttrKey("inner_state"))
+                is_guard = isinstance(node, WrapperState) and bool(node.outer or node.guards)
+                is_direct = isinstance(node.inner_state, WrapperState)
+                visit(node.inner_state, inner_path, inside, is_guard and is_direct)
+
+    visit(state, (), 0, False)
     return parts
 
 
 def _without_inner(node: Tree) -> Tree:
-    return node._replace(**{_INNER[type(node)]: ()}) if type(node) in _INNER else node
+    """Return a state without the state of the inner transformation."""
+    return node._replace(inner_state=()) if hasattr(node, "inner_state") else node
 
 
-def _copied(like: Tree, given: Tree, reduction: str | None, path: Path) -> Tree:
-    """Convert a clip, guard, accumulation or `watch`, except its inner state."""
-    if isinstance(like, _WINDOWS):
-        return _copied_window(like, given, reduction, path)
-    if type(like) is type(given):
-        old, new = (jax.eval_shape(_without_inner, x) for x in (given, like))
-        is_alike = jax.tree.structure(old) == jax.tree.structure(new)
-        if is_alike and old == new:
+def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
+    """Return the state of a clip, guard, accumulation or `watch` that continues another one."""
+    if isinstance(like, WrapperState):
+        if like.accumulation is None:
             return given
-        if isinstance(like, WatchState):  # with another history, or other clips inside
-            return like._replace(step_count=given.step_count)
-        return like  # it may have another rule
-    if isinstance(like, SkipNonfiniteState):
-        total, streak = given.total_notfinite, given.notfinite_count
-        return like._replace(skipped_nonfinite=total, consecutive_skips=streak)
-    total, streak = given.skipped_nonfinite, given.consecutive_skips
-    return like._replace(total_notfinite=total, notfinite_count=streak, last_finite=streak == 0)
+        window = _copied_window(like, given, path, reduction)
+        return like._replace(accumulation=window, outer=(), guards=(), inner_state=())
+    old, new = (jax.eval_shape(lambda x: x, x) for x in (given, like))
+    if jax.tree.structure(old) == jax.tree.structure(new) and old == new:
+        return given
+    if isinstance(like, WatchState):  # with another history, or other clips inside
+        return like._replace(step_count=given.step_count)
+    return like  # it may have another rule
 
 
-def _copied_window(like: _Window, given: _Window, reduction: str | None, path: Path) -> _Window:
-    """Convert accumulated gradients, which `MultiSteps` may store as a mean instead of a sum."""
-    scales = [bool(find_states(x.inner_opt_state, LossScaleState)) for x in (like, given)]
+def _copied_window(
+    like: WrapperState, given: WrapperState, path: Path, reduction: str | None
+) -> AccumulationState:
+    """Return the window of an accumulation that continues another one."""
+    scales = [_has_inner_loss_scale(node) for node in (like, given)]
     if scales[0] != scales[1]:
         _check_closed(given, path, "because its micro-batches are multiplied by the loss scale")
-    sums = like.acc_grads
-    if jax.tree.leaves(sums) and jax.tree.leaves(given.acc_grads):
-        place = (*path, jax.tree_util.GetAttrKey("acc_grads"))
-        copied = [value for _, value in _pairs(sums, given.acc_grads, place)]
-        sums = jax.tree.unflatten(jax.tree.structure(sums), copied)
-    else:  # `every=1` needs no accumulator
+    window, total = given.accumulation, like.accumulation.gradient.total
+    if jax.tree.leaves(total) and jax.tree.leaves(window.gradient.total):
+        keys = map(jax.tree_util.GetAttrKey, ("accumulation", "gradient", "total"))
+        values = [value for _, value in _pairs(total, window.gradient.total, (*path, *keys))]
+        total = jax.tree.unflatten(jax.tree.structure(total), values)
+    else:  # `every=1` needs no sum
         _check_closed(given, path)
-    if type(like) is type(given):
-        return given._replace(acc_grads=sums)
-    held, steps = jnp.asarray(given.mini_step), jnp.asarray(given.gradient_step)
-    if jax.tree.leaves(sums) and reduction is None and (is_traced(held) or held > 0):
+    window = window._replace(gradient=window.gradient._replace(total=total))
+    is_from_optax, is_for_optax = (x.accumulation.loss is None for x in (given, like))
+    if is_from_optax == is_for_optax:
+        return window
+    # `MultiSteps` may store the mean of the gradients instead of their sum.
+    held = jnp.asarray(window.mini_step)
+    if jax.tree.leaves(total) and reduction is None and (is_traced(held) or held > 0):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
         hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
-    weight = given.total_weight if isinstance(given, AccumulationState) else jnp.float32(held)
-    length = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
-    factor = length if isinstance(like, AccumulationState) else 1 / length
-    # An accumulator with an empty window contains the last sum, which may be NaN.
-    sums = jax.tree.map(lambda x: jnp.where(held > 0, x * factor, jnp.zeros_like(x)), sums)
-    like = like._replace(mini_step=held, gradient_step=steps, acc_grads=sums)
-    if not isinstance(like, AccumulationState):
-        return like
+    weight = jnp.asarray(window.gradient.weight, jnp.float32)
+    weight = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
+    factor = weight if is_from_optax else 1 / weight
+    # The sum of an empty window is the last one, which may be NaN.
+    total = jax.tree.map(lambda x: jnp.where(held > 0, x * factor, jnp.zeros_like(x)), total)
+    window = window._replace(gradient=window.gradient._replace(total=total))
+    length = like.accumulation.accumulation_steps
+    if is_from_optax:
+        count = window.gradient_step * length + held
+        window = window._replace(accumulation_steps=length, micro_batch_count=count)
+    return window
+
+
+def _has_inner_loss_scale(node: WrapperState) -> bool:
+    """Return whether a loss scale is inside the accumulation, whose sum is then scaled."""
+    rules = [guard.rule_state for guard in node.guards]
+    return "loss_scale" in metric_names((rules, node.inner_state))
+
+
+def _check_closed(given: WrapperState, path: Path, why: str = "or convert later") -> None:
+    """Raise if there may be accumulated micro-batches."""
+    held = jnp.asarray(given.accumulation.mini_step)
+    if is_traced(held) or held > 0:
+        got = f"{leaf_path('state', path)} with mini_step = {held}"
+        hint = f"Call `flush` first, {why}."
+        raise value_error("state", "a state without accumulated micro-batches", got, hint)
+
+
+class _Converter(NamedTuple):
+    """How a state of another kind is converted to a `WrapperState` and back.
+
+    Attributes:
+        fields: Fields of the state.
+        inner: Name of the field with the inner state.
+        to_own: Function `state -> WrapperState`, without the inner state.
+        from_own: Function `(like, WrapperState) -> state`, or None for states of earlier versions.
+    """
+
+    fields: frozenset[str]
+    inner: str
+    to_own: Callable[[Any], WrapperState]
+    from_own: Callable[[Any, WrapperState], Any] | None = None
+
+
+def _own(**fields: Any) -> WrapperState:
+    """Return a state in which missing fields are None, so that they have no arrays."""
+    missing = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
+    return WrapperState(**missing | fields)
+
+
+def _guarded(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
+    """Return the state of one guard of an earlier version."""
+    counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
+    skipped = {cause: count for cause, count in causes.items() if count is not None}
+    return _own(grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts)
+
+
+def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
+    weight = jnp.asarray(node.mini_step, jnp.float32)
+    window = dict.fromkeys(AccumulationState._fields)
+    window |= {"mini_step": node.mini_step, "gradient_step": node.gradient_step}
+    window["gradient"] = WeightedSum(node.acc_grads, weight)
+    return _own(accumulation=AccumulationState(**window))
+
+
+def _to_multi_steps(like: optax.MultiStepsState, own: WrapperState) -> optax.MultiStepsState:
+    window = own.accumulation
+    steps = {"mini_step": window.mini_step, "gradient_step": window.gradient_step}
+    return like._replace(acc_grads=window.gradient.total, **steps)
+
+
+def _from_apply_if_finite(node: optax.ApplyIfFiniteState) -> WrapperState:
+    guard = GuardState({"nonfinite": node.total_notfinite}, ())
+    return _own(consecutive_skips=node.notfinite_count, guards=(guard,))
+
+
+def _to_apply_if_finite(
+    like: optax.ApplyIfFiniteState, own: WrapperState
+) -> optax.ApplyIfFiniteState:
+    streak, total = own.consecutive_skips, own.guards[0].skipped["nonfinite"]
     return like._replace(
-        total_weight=held,
-        micro_batch_count=steps * like.accumulation_steps + held,
-        emitted=(held == 0) & (steps > 0),
+        notfinite_count=streak, last_finite=jnp.asarray(streak) == 0, total_notfinite=total
     )
 
 
-def _check_closed(given: Tree, path: Path, why: str = "or convert after the next step") -> None:
-    """Raise if there may be accumulated micro-batches."""
-    if not isinstance(given, _WINDOWS):
-        return
-    held = jnp.asarray(given.mini_step)
-    if is_traced(held) or held > 0:
-        got = f"{leaf_path('state', path)}.mini_step = {held}"
-        hint = f"Call `flush` first, {why}."
-        raise value_error("state", "a state without accumulated micro-batches", got, hint)
+def _from_old_accumulation(node: Any) -> WrapperState:
+    window = {name: getattr(node, name, None) for name in AccumulationState._fields}
+    window["gradient"] = WeightedSum(node.acc_grads, node.total_weight)
+    window["loss"] = WeightedSum(node.loss_sum, node.loss_weight)
+    return _own(accumulation=AccumulationState(**window))
+
+
+def _from_old_spikes(node: Any) -> WrapperState:
+    thresholds = {"norm": node.skip_threshold, "loss": node.loss_threshold}
+    thresholds = {key: x for key, x in thresholds.items() if x is not None}
+    causes = {
+        "nonfinite": node.skipped_nonfinite,
+        "large_norm": node.skipped_large_norm,
+        "large_loss": node.skipped_large_loss,
+    }
+    return _guarded(node, causes, SpikeState(thresholds, node.rule_states))
+
+
+_COUNTS: Final = {"grad_norm", "consecutive_skips", "guard_failed", "inner_state"}
+_CONVERTERS: Final = (
+    _Converter(
+        frozenset(optax.MultiStepsState._fields),
+        "inner_opt_state",
+        _from_multi_steps,
+        _to_multi_steps,
+    ),
+    _Converter(
+        frozenset(optax.ApplyIfFiniteState._fields),
+        "inner_state",
+        _from_apply_if_finite,
+        _to_apply_if_finite,
+    ),
+    # States of the version before guards and accumulations had one state.
+    _Converter(
+        frozenset(
+            {*AccumulationState._fields, "inner_opt_state", "acc_grads", "total_weight"}
+            | {"emitted", "loss_sum", "loss_weight"}
+        )
+        - {"gradient", "loss"},
+        "inner_opt_state",
+        _from_old_accumulation,
+    ),
+    _Converter(
+        frozenset({*_COUNTS, "skipped_nonfinite"}),
+        "inner_state",
+        lambda node: _guarded(node, {"nonfinite": node.skipped_nonfinite}),
+    ),
+    _Converter(
+        frozenset({*_COUNTS, "skipped_nonfinite", "loss_scale", "good_steps"}),
+        "inner_state",
+        lambda node: _guarded(
+            node,
+            {"nonfinite": node.skipped_nonfinite},
+            LossScaleState(node.loss_scale, node.good_steps),
+        ),
+    ),
+    _Converter(
+        frozenset({*_COUNTS, "skipped_other", "rule_state"}),
+        "inner_state",
+        lambda node: _guarded(node, {"other": node.skipped_other}, node.rule_state),
+    ),
+    _Converter(
+        frozenset(
+            {*_COUNTS, "skip_threshold", "skipped_large_norm", "loss_threshold"}
+            | {"skipped_large_loss", "skipped_nonfinite", "rule_states"}
+        ),
+        "inner_state",
+        _from_old_spikes,
+    ),
+)
+
+
+def _converter_of(node: object) -> _Converter | None:
+    """Return the converter of a state, which is recognized by its fields."""
+    fields = getattr(type(node), "_fields", None)
+    found = (x for x in _CONVERTERS if fields is not None and x.fields == frozenset(fields))
+    return next(found, None)
+
+
+def _is_convertible(node: object) -> bool:
+    """Return whether a node is a state of this package, or is converted to one."""
+    return is_own_state(node) or _converter_of(node) is not None
+
+
+def _to_own(state: Tree) -> Tree:
+    """Convert all guards and accumulations inside a state to states of this package."""
+
+    def convert(node: Tree) -> Tree:
+        if converter := _converter_of(node):
+            inner_state = _to_own(getattr(node, converter.inner))
+            return converter.to_own(node)._replace(inner_state=inner_state)
+        if is_own_state(node) and hasattr(node, "inner_state"):
+            return node._replace(inner_state=_to_own(node.inner_state))
+        return node
+
+    return jax.tree.map(convert, state, is_leaf=_is_convertible)
+
+
+def _from_own(like: Tree, own: Tree) -> Tree:
+    """Convert states of this package back to the types in `like`, the inverse of `_to_own`."""
+
+    def convert(node: Tree, own: Tree) -> Tree:
+        converter = _converter_of(node)
+        name = converter.inner if converter else "inner_state"
+        if not hasattr(node, name):
+            return own
+        inner = _from_own(getattr(node, name), own.inner_state)
+        if converter is None or converter.from_own is None:
+            return own._replace(inner_state=inner)
+        return converter.from_own(node, own)._replace(**{name: inner})
+
+    return jax.tree.map(convert, like, own, is_leaf=_is_convertible)

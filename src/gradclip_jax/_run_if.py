@@ -9,7 +9,7 @@ with AdamW take 49.5 ms instead of 54.6 ms. With 124 M parameters, both take 167
 H100). `jnp.where` always computes the step, whose cost depends on the optimizer; with ResNet-50 and
 AdamW, it takes 51.8 ms.
 
-A step that usually runs, such as the optimizer step of a guard, is also a loop on CPU, where a
+A step that likely runs, such as the optimizer step of a guard, is also a loop on CPU, where a
 skipped step costs nothing. On GPU and TPU the step is always computed and its result is selected.
 For PPO on an H100, `lax.cond` would take 27 % more time, and a loop 57 % (JAX 0.11.2).
 """
@@ -61,7 +61,7 @@ def run_step(
     step: Callable[[Tree], tuple[Tree, Tree]],
     carry: Tree,
     *,
-    usually: bool = False,
+    likely: bool = False,
 ) -> tuple[Tree, Tree]:
     """Return `step(carry)` if the predicate is true, otherwise zeros and the carry without a copy.
 
@@ -69,7 +69,7 @@ def run_step(
     compiled. The carry keeps its dtypes and sharding. Forward- and reverse-mode differentiation use
     the equivalent `lax.cond`, because JAX cannot differentiate a `while_loop` in reverse mode.
 
-    If `usually` is True, the step is always computed on GPU and TPU, and its result is selected.
+    If `likely` is True, the step is always computed on GPU and TPU, and its result is selected.
     """
     typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
@@ -80,7 +80,7 @@ def run_step(
         return start
     for x, kind in zip(*map(jax.tree.leaves, (carry, after)), strict=True):
         check_equal_on_devices("updates", kind, varying_axes(x), "grads")
-    return _run(_loop_or_select if usually else _loop_or_cond, traced, traced, predicate, start)
+    return _run(_loop_or_select if likely else _loop_or_cond, traced, traced, predicate, start)
 
 
 def compute_step(

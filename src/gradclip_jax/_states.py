@@ -1,178 +1,75 @@
-"""Counters and metrics of states of this package inside Optax states."""
+"""States of this package inside optimizer states, and the metrics that they contain.
+
+A state of this package has a method `step_metrics`, which returns its entries of `metrics`. If it
+contains the state of another transformation, its field `inner_state` is that state.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 
 from ._checks import check_no_transformation
 from ._errors import public
 from ._types import Array, Path, Tree
 
-Role: TypeAlias = Literal["guard", "loss scale", "accumulation", "watch", ""]
+
+def is_own_state(node: object) -> bool:
+    """Return whether a node of an optimizer state is a state of this package."""
+    return hasattr(type(node), "step_metrics")
 
 
-class StateKind(NamedTuple):
-    """How functions that search a state treat one of its types.
+def own_states(state: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
+    """Yield `(path, state)` for every state of this package, from the outermost to the innermost.
 
-    Attributes:
-        metrics: Names of the fields or properties that `metrics` returns.
-        inner: Name of the field with the state of the inner transformation; "" without one.
-        role: What the transformation is.
+    Paths do not contain the fields of states of this package.
     """
-
-    metrics: tuple[str, ...] = ()
-    inner: str = ""
-    role: Role = ""
-
-    @property
-    def is_guard(self) -> bool:
-        return self.role in ("guard", "loss scale")
-
-    @property
-    def is_gate(self) -> bool:
-        return self.is_guard or self.role == "accumulation"
+    for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
+        if is_own_state(node):
+            yield (*path, *place), node
+            yield from own_states(getattr(node, "inner_state", ()), (*path, *place))
 
 
-KINDS: Final[dict[type, StateKind]] = {}
-"""The types of states of this package."""
+def find_states(state: Tree, kind: type) -> list[tuple[Path, Tree]]:
+    """Return `(path, state)` for every state of a type, including nested states."""
+    found: list[tuple[Path, Tree]] = [((), state)] if isinstance(state, kind) else []
 
-_OTHER: Final = StateKind()
-_State = TypeVar("_State", bound=type)
+    def is_inside(node: object) -> bool:
+        return isinstance(node, kind) and node is not state
 
-
-def register_state(*metrics: str, inner: str = "", role: Role = "") -> Callable[[_State], _State]:
-    """Return a class decorator that adds a type of states to `KINDS`."""
-
-    def register(kind: _State) -> _State:
-        KINDS[kind] = StateKind(metrics, inner, role)
-        return kind
-
-    return register
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_inside):
+        for inner_path, inner in find_states(node, kind) if is_inside(node) else ():
+            found.append(((*path, *inner_path), inner))
+    return found
 
 
-def register_guard(*metrics: str, role: Role = "guard") -> Callable[[_State], _State]:
-    """Return a decorator like `register_state` that adds the metrics of all guards."""
-    common = ("grad_norm", "consecutive_skips", "guard_failed")
-    return register_state(*metrics, *common, inner="inner_state", role=role)
+def replace_states(state: Tree, kind: type, replace: Callable[[Tree], Tree]) -> Tree:
+    """Apply `replace` to the outermost states of a type."""
+
+    def visit(node: Tree) -> Tree:
+        return replace(node) if isinstance(node, kind) else node
+
+    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))
 
 
-def kind_of(node: object) -> StateKind:
-    """Return how to treat a node of a state; a kind without any properties for other nodes."""
-    return KINDS.get(type(node), _OTHER)
+def metric_names(state: Tree) -> set[str]:
+    """Return the names of all metrics in a state."""
+    return {name for _, node in own_states(state) for name in node.step_metrics()}
 
 
-def find_role(state: Tree, *roles: str) -> list[tuple[Path, Tree]]:
-    """Return `(path, state)` for every state of a transformation with one of these roles."""
-    return find_states(state, tuple(kind for kind, x in KINDS.items() if x.role in roles))
+def is_only_clips(state: Tree) -> bool:
+    """Return whether a state is that of a clip, or of a chain of clips."""
+    parts = state if type(state) is tuple else (state,)
+    return bool(parts) and all(is_own_state(x) and "clip_factor" in x.step_metrics() for x in parts)
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:
     """Increment a counter where `happened` is true, saturating instead of overflowing."""
     # If the sum overflows, it is less than `count`.
     return jnp.maximum(count, count + jnp.asarray(happened, count.dtype))
-
-
-def find_states(state: Tree, kinds: type | tuple[type, ...]) -> list[tuple[Path, Tree]]:
-    """Return `(path, state)` for every state of the given types, including nested states."""
-    found: list[tuple[Path, Tree]] = [((), state)] if isinstance(state, kinds) else []
-
-    def is_inside(node: object) -> bool:
-        return isinstance(node, kinds) and node is not state
-
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_inside):
-        for inner_path, inner in find_states(node, kinds) if is_inside(node) else ():
-            found.append(((*path, *inner_path), inner))
-    return found
-
-
-def replace_states(
-    state: Tree, kinds: type | tuple[type, ...], replace: Callable[[Tree], Tree]
-) -> Tree:
-    """Apply `replace` to the outermost states of the given types."""
-
-    def visit(node: Tree) -> Tree:
-        return replace(node) if isinstance(node, kinds) else node
-
-    return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kinds))
-
-
-def discard_windows(state: Tree, where: Array | bool) -> Tree:
-    """Discard all unfinished accumulation windows if the scalar `where` is true."""
-
-    def discard(window: Tree) -> Tree:
-        fields = ("mini_step", "total_weight", "emitted")
-        empty = {name: jnp.where(where, 0, getattr(window, name)) for name in fields}
-        return window._replace(**empty)
-
-    kinds = tuple(kind for kind, x in KINDS.items() if x.role == "accumulation")
-    return replace_states(state, kinds, discard)
-
-
-@public
-def has_updated(state: Tree) -> Array:
-    """Return whether the last update applied an optimizer step.
-
-    Use this function to count optimizer steps, or to update other state, such as batch
-    normalization statistics, only after applied steps.
-
-    | state | result |
-    | --- | --- |
-    | a guard skipped the step, or the window is still open or was dropped | False |
-    | the same for `optax.apply_if_finite` and `optax.MultiSteps` | False |
-    | an accumulation before the first call | False |
-    | no guard or accumulation; guards before the first call | True |
-    | several guards or accumulations, as in `optax.partition` | whether any applied a step |
-
-    Args:
-        state: Optimizer state, or a pytree that contains optimizer states.
-
-    Returns:
-        A bool[], with the leading axes of a vmapped state.
-
-    Raises:
-        TypeError: If `state` is a gradient transformation.
-
-    Examples:
-        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.skip_nonfinite(gcx.skip_spikes(optax.sgd(1.0), norm=10.0))
-        >>> params = jnp.zeros(1)
-        >>> state, steps = tx.init(params), 0
-        >>> for grad in (1.0, jnp.nan, 50.0, 2.0):
-        ...     params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
-        ...     steps += int(gcx.has_updated(state))
-        >>> steps
-        2
-    """
-    check_no_transformation(state)
-    return has_stepped(plain_arrays(state))
-
-
-def has_stepped(state: Tree) -> Array:
-    """Return whether an outermost guard or accumulation applied a step, or True if none exists."""
-    gates = [kind for kind, x in KINDS.items() if x.is_gate]
-    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState, *gates)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    flags = [_gate_has_stepped(node) for node in nodes if isinstance(node, kinds)]
-    return functools.reduce(jnp.logical_or, flags) if flags else jnp.array(True)
-
-
-def _gate_has_stepped(node: Tree) -> Array:
-    """Return whether all nested guards and accumulations applied the step."""
-    if isinstance(node, optax.MultiStepsState):
-        is_closed = (jnp.asarray(node.mini_step) == 0) & (jnp.asarray(node.gradient_step) > 0)
-        return is_closed & has_stepped(node.inner_opt_state)
-    if isinstance(node, optax.ApplyIfFiniteState):
-        return node.last_finite & has_stepped(node.inner_state)
-    stepped = jnp.array(True)
-    while (kind := kind_of(node)).is_gate:
-        # An accumulation may run the optimizer even if an outer guard skipped the micro-batch.
-        stepped = stepped & (node.consecutive_skips == 0) if kind.is_guard else node.emitted > 0
-        node = getattr(node, kind.inner)
-    return stepped & has_stepped(node)
 
 
 @public
@@ -184,34 +81,30 @@ def metrics(state: Tree) -> dict[str, Array]:
 
     | key | meaning |
     | --- | --- |
-    | `grad_norm` | gradient norm before clipping; inside a loss scale after division by the scale |
-    | `clip_threshold`, `clip_factor` | smallest threshold and factor of all units |
-    | `clip_fraction` | fraction of units that were clipped |
+    | `grad_norm` | norm of the gradient that the outermost `watch`, guard or clip received, |
+    | | after division by the loss scale |
+    | `clip_threshold`, `clip_factor` | smallest threshold and factor of all norm groups |
+    | `clip_fraction` | fraction of norm groups that were clipped |
     | `mini_step`, `gradient_step` | counters of the accumulation |
     | `empty_windows` | number of windows that closed without weight |
     | `loss_scale` | factor of the next loss |
-    | `skip_threshold`, `loss_threshold` | thresholds of `skip_spikes` |
-    | `skipped_nonfinite`, `skipped_large_norm` | skipped steps by cause |
-    | `skipped_large_loss` | number of skipped steps by cause |
+    | `skip_threshold`, `loss_threshold` | smallest thresholds of `skip_spikes` |
+    | `skipped_nonfinite`, `skipped_large_norm` | numbers of skipped steps by cause |
+    | `skipped_large_loss` | number of steps that `skip_spikes` skipped because of the loss |
     | `skipped_other` | number of steps that `skip_if` skipped |
     | `consecutive_skips` | number of steps without an applied update since the last one |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
-    | `gradient_norm`, `update_norm`, `parameter_norm` | norms in the last call of `watch` |
+    | `update_norm`, `parameter_norm` | norms in the last call of `watch` |
     | `nonfinite_elements` | number of non-finite elements of the gradient in this call |
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    If several states have the same metric, the path of the state is appended to the key, as in
-    `clip_factor/0` and `clip_factor/2` for two clips in a chain. When clipping by group, the group
-    label is appended to the key, as in `grad_norm/body`. If guards are among these states, the key
-    without a path combines all guards. Without a guard, `grad_norm` is that of the outermost clip.
-
-    | key | value for several guards |
-    | --- | --- |
-    | `skipped_nonfinite` and other numbers of skipped steps | sum |
-    | `consecutive_skips`, `guard_failed` | maximum |
-    | `skip_threshold`, `loss_threshold` | minimum |
-    | all others, such as `grad_norm` | value of the outermost guard |
+    Each number has one key. Guards that are directly around each other are one state, whose skips
+    are sums. If several clips or other states have the same metric, the path of the state is
+    appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain, and the
+    key without a path is the sum of skips, the largest `consecutive_skips` and `guard_failed`, and
+    the smallest `skip_threshold` and `loss_threshold`. When clipping by group, the label is
+    appended, as in `grad_norm/body`. With `optax.partition`, each group has a `grad_norm`.
 
     Args:
         state: Pytree that contains optimizer states, such as a train state or the state of
@@ -234,34 +127,56 @@ def metrics(state: Tree) -> dict[str, Array]:
         5.0
     """
     check_no_transformation(state)
-    by_name: dict[str, list[tuple[str, bool, Tree]]] = {}
-    for path, node in find_states(plain_arrays(state), tuple(KINDS)):
-        place, kind = jax.tree_util.keystr(path, simple=True, separator="/"), kind_of(node)
-        for name in kind.metrics:
-            if (value := getattr(node, name)) is not None:  # a guard may check only the norm
-                by_name.setdefault(name, []).append((place, kind.is_guard, value))
+    entries: dict[str, list[tuple[str, Tree]]] = {}
+    for path, node in own_states(plain_arrays(state)):
+        place = jax.tree_util.keystr(path, simple=True, separator="/")
+        for name, value in node.step_metrics().items():
+            entries.setdefault(name, []).append((place, value))
     out: dict[str, Tree] = {}
-    for name, entries in by_name.items():
-        guards = [x for _, is_guard, x in entries if is_guard]
-        if len(entries) > 1:
-            out |= {f"{name}/{place}".removesuffix("/"): x for place, _, x in entries}
-        first, _, value = entries[0]
-        is_of_all = name == "grad_norm" and "inner_states" not in first  # not of `partition`
-        if guards or len(entries) == 1 or is_of_all:
-            out[name] = _combined(name, guards or [value])
-    for key, groups in list(out.items()):
-        if isinstance(groups, dict):
-            out |= {f"{key}/{label}": x for label, x in out.pop(key).items()}
+    for name, found in entries.items():
+        if name == "grad_norm":
+            out |= _outermost(found)
+        elif len(found) > 1:
+            out |= {f"{name}/{place}".removesuffix("/"): value for place, value in found}
+        if name in _COMBINE or len(found) == 1:
+            out.setdefault(name, combined(name, [value for _, value in found]))
     return {key: jnp.asarray(out[key]) for key in sorted(out)}
 
 
-def _combined(name: str, values: list[Array]) -> Array:
-    """Combine a metric of all guards, from the outermost to the innermost."""
-    if name.startswith("skipped_"):
-        return sum(values[1:], values[0])
-    if name in ("consecutive_skips", "guard_failed"):
-        return functools.reduce(jnp.maximum, values)
-    return functools.reduce(jnp.minimum, values) if name.endswith("threshold") else values[0]
+def _saturating_sum(x: Array, y: Array) -> Array:
+    """Add two counts, whose sum is at most the largest int32."""
+    return x + jnp.minimum(y, np.iinfo(np.int32).max - x)
+
+
+_COMBINE: Final = {
+    "consecutive_skips": jnp.maximum,
+    "guard_failed": jnp.maximum,
+    "skip_threshold": jnp.minimum,
+    "loss_threshold": jnp.minimum,
+    "skipped_nonfinite": _saturating_sum,
+    "skipped_large_norm": _saturating_sum,
+    "skipped_large_loss": _saturating_sum,
+    "skipped_other": _saturating_sum,
+}
+"""How the values of a metric in several states are combined; other metrics are not combined."""
+
+
+def combined(name: str, values: Sequence[Array]) -> Array:
+    """Combine the values of a metric in several guards; for other metrics, return the first one."""
+    return functools.reduce(_COMBINE[name], values) if name in _COMBINE else values[0]
+
+
+def _outermost(found: Sequence[tuple[str, Tree]]) -> dict[str, Tree]:
+    """Return the gradient norm of the outermost state, and of each group of `optax.partition`.
+
+    `found` are pairs of a path and a norm.
+    """
+    norms: dict[str, Tree] = {}
+    for place, value in found:
+        _, _, inside = place.partition("inner_states/")
+        label = inside.partition("/")[0]
+        norms.setdefault(f"grad_norm/{label}" if label else "grad_norm", value)
+    return norms if len(norms) > 1 else {"grad_norm": found[0][1]}
 
 
 def plain_arrays(tree: Tree) -> Tree:

@@ -24,8 +24,8 @@ import numpy as np
 
 from . import _checks, _errors, _types
 from .accumulation._noise_scale import noise_scale as noise_scale
-from .accumulation._state import AccumulationStats as AccumulationStats
-from .accumulation._state import accumulation_stats as accumulation_stats
+from .accumulation._window import AccumulationStats as AccumulationStats
+from .accumulation._window import accumulation_stats as accumulation_stats
 from .monitoring._detect import Incident as Incident
 from .monitoring._monitor import read_log as read_log
 from .monitoring._monitor import suggest_max_norm as suggest_max_norm

@@ -159,18 +159,18 @@ class Accumulation:
 class Stack:
     """Guards, an accumulation or None, guards inside it, and the inner transformation.
 
-    `skips_in_a_row` counts steps without an applied update: calls, or windows if every guard is
-    inside the accumulation. All guards have the same limit. `grad_norm` is the norm of the gradient
-    that the outermost guard received.
+    At each check, the outermost guard that rejects counts the skip. `skips_in_a_row` counts calls
+    that neither applied a step nor accumulated a gradient. All guards have the same limit.
+    `grad_norm` is the norm of the gradient that the outermost guard received.
     """
 
-    skips_in_a_row, empty_windows, has_failed, grad_norm = 0, 0, False, None
+    skips_in_a_row, has_failed, grad_norm = 0, False, None
 
     def __init__(self, outer, accumulation, within, inner):
         self.outer, self.accumulation, self.within, self.inner = outer, accumulation, within, inner
         gates = [self, *outer, accumulation, *within, *inner.gates]
         self.gates = [gate for gate in gates if gate]
-        self.has_updated = accumulation is None and inner.has_updated in (None, True)
+        self.has_updated = False if self.gates[1:] else inner.has_updated
 
     def update(self, grads, value=None, weight=1.0, flush=False):
         acc, is_refused, updates, is_held = self.accumulation, False, None, False
@@ -195,23 +195,23 @@ class Stack:
         if not is_refused and not is_ignored and (is_held or updates is not None):
             for guard in self.outer:
                 guard.accept()
-        if self.outer and not is_held:
+        if not is_held:
             self._count(updates is not None)
         self.has_updated = updates is not None and self.inner.has_updated in (None, True)
         return zeros(grads) if updates is None else updates
 
     def flush(self):
-        """The function `flush`: outer guards change only if they reject the window."""
+        """The function `flush`: closes the window like a call that passes no gradient."""
         acc = self.accumulation
-        if acc is None or acc.mini_step == 0:
-            updates = self.inner.flush() if acc is None else None
-            self.has_updated = self.has_updated if updates is None else self.inner.has_updated
+        if acc is None:
+            updates = self.inner.flush()
+            self.has_updated = False if self.gates[1:] and not updates else self.inner.has_updated
             return updates
-        nothing, skips = zeros(acc.sum), [sum(guard.skips.values()) for guard in self.outer]
-        updates = self._close()
+        nothing, updates = zeros(acc.sum or {}), None
+        if acc.mini_step > 0:
+            updates = self._close()
+            self._count(updates is not None)
         self.has_updated = updates is not None
-        if skips != [sum(guard.skips.values()) for guard in self.outer]:
-            self._count(False)
         return nothing if updates is None else updates
 
     def _close(self):
@@ -220,12 +220,10 @@ class Stack:
         grads, value = acc.window()
         acc.reset()
         if grads is None:
-            self.empty_windows += 1
-            self.has_failed |= bool(self.outer) and self.empty_windows >= 5
             return None
         checking = [g for g in self.outer if g.check == "gradient" and g.kind != "spikes"]
         if checking and (not is_finite(grads) or norm(grads) > OVERFLOW):
-            checking[-1].skip("nonfinite")
+            checking[0].skip("nonfinite")
             return None
         for guard in self.within:
             grads = guard.receive(grads)
@@ -235,12 +233,9 @@ class Stack:
         else:
             updates = self._step(grads, [*self.outer, *self.within], value=value)
         if updates is not None:
-            self.empty_windows = 0
             for guard in self.within:
                 guard.accept()
-        if self.within and not self.outer:
-            self._count(updates is not None)
-        acc.gradient_step += updates is not None or bool(self.within)
+        acc.gradient_step += updates is not None
         return updates
 
     def _step(self, grads, guards, **extra):
@@ -249,7 +244,7 @@ class Stack:
         updates = self.inner.update(grads, **extra)
         checking = [guard for guard in guards if guard.check == "step"]
         if checking and not is_finite(updates):
-            checking[-1].skip("nonfinite")
+            checking[0].skip("nonfinite")
             self.inner.__dict__.update(before)
             return None
         return updates

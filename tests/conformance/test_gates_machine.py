@@ -82,12 +82,12 @@ def draw_leaf(rng, group):
 
 def draw_guards(rng, group, number, may_scale):
     wraps, guards = [], []
-    mask = {"mask": {"x": True, "y": False}} if "mask" in group.options else {}
+    mask = {"trainable": {"x": True, "y": False}} if "mask" in group.options else {}
     for i in range(number):
         names = [k for k in group.guards.split() if k != "scale" or (may_scale and i == 0)]
         guard, options, named = GUARDS[str(rng.choice(names))]
         wraps.append(partial(guard, **options, **mask))
-        guards.append(model.Guard(**named, **mask))
+        guards.append(model.Guard(**named, mask=mask.get("trainable")))
     return wraps, guards
 
 
@@ -101,6 +101,8 @@ def draw(rng, group):
     """A transformation and its model."""
     shape = str(rng.choice(group.shapes.split()))
     number = {"inside": 0, "nested": int(rng.integers(2, 4))}.get(shape, int(rng.integers(1, 3)))
+    if shape in ("chain", "partition"):  # a guard around them raises
+        number = 0
     wraps, outer = draw_guards(rng, group, number, True)
     number = int(rng.integers(1, 3)) if shape in ("inside", "both") else 0
     within_wraps, within = draw_guards(rng, group, number, not outer)

@@ -12,24 +12,15 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import (
-    check_callable,
-    check_choice,
-    check_transformation,
-)
+from .._checks import check_callable, check_choice, check_transformation
 from .._errors import public
+from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
-from ..norms._mesh import (
-    check_equal_on_devices,
-    check_placement,
-    sum_over,
-    vary,
-    varying_axes,
-    zeros_of_type,
-)
-from ._outputs import AUX_REDUCTIONS, aux_reductions, reduced, run_micro_batches
-from ._reduction import REDUCTIONS, as_weight, check_dtype, divide
-from ._reduction import accumulator_dtype as sum_dtype
+from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, empty_sum
+from .._weighted_sum import accumulator_dtype as sum_dtype
+from ..norms._leaves import wide_dtype
+from ..norms._mesh import check_equal_on_devices, check_placement, sum_over, vary, varying_axes
+from ._outputs import AUX_REDUCTIONS, aux_reductions, run_micro_batches
 from ._split import Split, bind_split, check_parts, in_one_form
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
@@ -47,7 +38,7 @@ def microbatched_value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     has_weight: bool = False,
-    accumulator_dtype: DTypeLike = FLOAT32,
+    accumulator_dtype: DTypeLike | None = FLOAT32,
     reduction: Literal["mean", "sum"] = "mean",
     aux_reduction: Tree = None,
     microbatch_transform: Transform | None = None,
@@ -64,8 +55,6 @@ def microbatched_value_and_grad(
     | an array with one or more rows per example | the rows of all examples, in their order |
     | a floating-point scalar | the (weighted) mean over micro-batches |
     | anything else, such as a count, a flag or a key | an error that requires `aux_reduction` |
-
-    The aux of all micro-batches is stacked before it is reduced.
 
     | micro-batch | result |
     | --- | --- |
@@ -96,7 +85,7 @@ def microbatched_value_and_grad(
             differentiated, so that cotangents inside `fun` have the size of those of the loss.
             Host callbacks in `fun` run twice.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
-        reduction: Reduction of gradients; see `accumulate_gradients`.
+        reduction: Reduction of values and gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
             "concatenate", or None for the default in the table.
         microbatch_transform: Function or gradient transformation, such as a clip, that is applied
@@ -136,6 +125,7 @@ def microbatched_value_and_grad(
     def run(*args: Any, **kwargs: Any) -> Any:
         positions = argnums, batch_argnums, rng_argnums
         split = bind_split(args, num_microbatches, *positions, num_real_microbatches)
+        split.warn_of_unsplit(args, kwargs)
         for i in split.differentiated:
             check_placement(f"args[{i}]", args[i])
         # A transformation needs the gradient of all devices in every iteration of the loop.
@@ -149,19 +139,25 @@ def microbatched_value_and_grad(
         check_equal_on_devices("num_real_microbatches", split.real, common, "num_real")
         check_equal_on_devices("weight", weights, common, "weight")
         names = aux_reductions(aux_reduction, split, shapes[1], micro.whole_aux)
-        empty = jax.tree.map(
-            lambda x: zeros_of_type(x, sum_dtype(x.dtype, accumulator_dtype)), like
-        )
-        # Ratios of the weights and the mean of positive weights, so that their sum is `count`.
+        aux_like, structure = jax.tree.flatten(shapes[1])
+        means_like = [x for name, x in zip(names, aux_like, strict=True) if name == "mean"]
+        wide = empty_sum((shapes[0], means_like), wide_dtype)
+        dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
+        sum_of_grads = empty_sum(like, dtype_of)
+        start = sum_of_grads._replace(total=(wide.total[0], sum_of_grads.total, wide.total[1]))
+        # Ratios of the weights and the mean of positive weights, whose sum is their number.
         total_weight, count = jnp.sum(weights), jnp.maximum(jnp.sum(weights > 0), 1)
-        mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count
+        mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count.astype(jnp.float32)
         scales = weights / mean_weight
-        outputs, totals = run_micro_batches(micro.run, shapes, empty, scales, split)
-        combined = functools.partial(reduced, split=split, scales=scales, count=count)
-        value, aux = jax.tree.map(combined, ("mean", names), shapes, outputs)
-        divisor = 1 / mean_weight if reduction == "sum" else count
-        grad_of = functools.partial(_gradient, divisor, axes)
-        grads = jax.tree.map(grad_of, totals, like, split.differentiated_of(args))
+        sums, kept = run_micro_batches(micro.run, start, aux_like, names, scales, split)
+        value, grads, means = sums.result("mean")
+        if reduction == "sum":
+            value, grads, _ = optax.tree.scale(mean_weight, sums.result("sum"))
+        value, *means = like_dtypes([value, *means], [shapes[0], *means_like])
+        rest = iter(means)
+        aux = structure.unflatten([next(rest) if x is None else x for x in kept])
+        params = split.differentiated_of(args)
+        grads = jax.tree.map(functools.partial(_all_reduced, axes), grads, like, params)
         if has_weight:
             return (value, (total_weight, aux) if has_aux else total_weight), grads
         return (value, aux) if has_aux else value, grads
@@ -169,12 +165,11 @@ def microbatched_value_and_grad(
     return run
 
 
-def _gradient(
-    divisor: Scalar, axes: frozenset[str], total: Array, like: jax.ShapeDtypeStruct, param: Array
+def _all_reduced(
+    axes: frozenset[str], grad: Array, like: jax.ShapeDtypeStruct, param: Array
 ) -> Array:
-    """Divide a sum, and all-reduce it over axes over which its argument is replicated."""
-    grad = divide(total, divisor).astype(like.dtype)
-    return sum_over(grad, varying_axes(grad) & axes - varying_axes(param))
+    """Sum a gradient over the axes over which `param` is replicated, and cast it to its dtype."""
+    return sum_over(grad, varying_axes(grad) & axes - varying_axes(param)).astype(like.dtype)
 
 
 def _made_local(split: Split, args: Sequence[Tree]) -> tuple[Sequence[Tree], frozenset[str]]:
@@ -248,7 +243,7 @@ class _MicroBatches(NamedTuple):
 
         def weight(index: Array) -> Array:
             _, (weight, _) = self.call(*split.arguments(self.args, index))
-            return jnp.asarray(as_weight(weight))
+            return as_weight(weight)
 
         indices = jnp.arange(split.num_run)
         weights = lax.map(weight, indices) if has_weight else jnp.ones(len(indices), jnp.float32)

@@ -1,21 +1,20 @@
-"""Run micro-batches one after another, and combine their outputs."""
+"""Run micro-batches one after another, and reduce their outputs."""
 
 import functools
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._checks import broadcast_prefix, describe, is_traced, leaf_path
-from .._devices import summand
 from .._errors import type_error
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
+from .._weighted_sum import REDUCTIONS, WeightedSum
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import vary, varying_axes, zeros_of_type
-from ._reduction import REDUCTIONS, add_weighted, divide
 from ._split import Split, in_order
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "last", "concatenate")
@@ -25,81 +24,100 @@ _HINT: Final = (
     "for leaves that grow with the batch, and 'mean' for floating-point scalars."
 )
 
+Terms: TypeAlias = tuple[Scalar, Tree, list[Array]]
+"""Value, gradients and averaged auxiliary outputs of a micro-batch, multiplied by its scale."""
+
 
 def run_micro_batches(
-    micro_batch: Callable[[Array, Scalar], tuple[Tree, Tree]],
-    shapes: Tree,
-    empty: Tree,
+    micro_batch: Callable[[Array, Scalar], tuple[Any, Tree]],
+    start: WeightedSum,
+    like: Sequence[Any],
+    names: Sequence[str],
     scales: Array,
     split: Split,
-) -> tuple[Tree, Tree]:
-    """Return the stacked outputs of all micro-batches, and the sum of their gradients.
+) -> tuple[WeightedSum, list[Array]]:
+    """Return the sum of the `Terms` of all micro-batches, and the other auxiliary outputs.
 
-    `micro_batch(index, scale)` returns its outputs, of the given shapes, and its gradients
-    multiplied by the scale. The outputs of micro-batches that did not run are zeros.
+    `micro_batch(index, scale)` returns `(value, aux)` and gradients that are multiplied by the
+    scale. `like` are the shapes of the leaves of aux, and `names` their reductions; each leaf is
+    reduced inside the loop, except for rows, which are concatenated. Averaged leaves are part of
+    the sum, and None in the list. The sum counts the micro-batches of nonzero scale.
     """
-    real, num_run = split.real, split.num_run
+    leaves = list(zip(names, like, strict=True))
 
     def add(x: tuple[Array, Scalar], carry: Tree) -> tuple[Tree, Tree]:
-        (index, scale), (totals, count) = x, carry
-        outputs, grads = micro_batch(index, scale)
+        (index, scale), (sums, kept, count) = x, carry
+        (value, aux), grads = micro_batch(index, scale)
+        found = list(zip(names, jax.tree.leaves(aux), strict=True))
+
+        def scaled(x: Array) -> Array:
+            return x.astype(wide_dtype(x.dtype)) * scale
+
+        terms = scaled(value), grads, [scaled(x) for name, x in found if name == "mean"]
         is_added = (count >= 0) & (scale != 0)  # not a constant (see `summand`)
-
-        def added(total: Array, grad: Array) -> Array:
-            return add_weighted(total, summand(grad, is_added)).astype(total.dtype)
-
-        return outputs, (jax.tree.map(added, totals, grads), count + 1)
+        sums = sums.add(terms, jnp.ones((), jnp.float32), is_added)
+        new = [_kept(name, x, old) for (name, x), old in zip(found, kept, strict=True)]
+        rows = [x if name == "concatenate" else None for name, x in found]
+        return rows, (sums, new, count + 1)
 
     def step(carry: Tree, x: tuple[Array, Scalar]) -> tuple[Tree, Tree]:
-        run = functools.partial(add, x)
-        stacked, carry = run_step(x[0] < real if is_traced(real) else True, run, carry)
-        return carry, stacked
+        is_real = x[0] < split.real if is_traced(split.real) else True
+        rows, carry = run_step(is_real, functools.partial(add, x), carry)
+        return carry, rows
 
-    def padded(like: jax.ShapeDtypeStruct, stack: Array) -> Array:
-        zeros = lax.broadcast(zeros_of_type(like), (split.parts - num_run,))
-        return jnp.concatenate([stack, vary(zeros, varying_axes(stack))])
-
-    first = jax.tree.map(lambda x: vary(x, varying_axes(scales)), (empty, jnp.int32(0)))
-    (totals, _), outputs = lax.scan(step, first, (jnp.arange(num_run), scales[:num_run]))
-    if num_run < split.parts:
-        outputs = jax.tree.map(padded, shapes, outputs)
-    return outputs, totals
-
-
-def reduced(
-    name: str, like: jax.ShapeDtypeStruct, stack: Array, split: Split, scales: Array, count: Scalar
-) -> Array:
-    """Reduce an output that is stacked over micro-batches to that of the batch."""
-    if name == "concatenate":
-        return in_order(stack, split.rows_per_example(like.shape))
-    if name == "last":
-        return lax.dynamic_index_in_dim(stack, jnp.maximum(split.real - 1, 0), keepdims=False)
-    if name == "sum":
-        return jnp.sum(stack, axis=0, dtype=like.dtype)
-    # The output of a micro-batch of weight 0 may be NaN.
-    scale = jnp.reshape(scales, (-1, *[1] * len(like.shape)))
-    wide = jnp.where(scale == 0, jnp.zeros_like(stack), stack).astype(wide_dtype(like.dtype))
-    mean = divide(jnp.sum(wide * scale.astype(wide.dtype), axis=0), count)
-    return mean.astype(like.dtype)
+    zeros = [zeros_of_type(x, _sum_dtype(name, x)) for name, x in leaves]
+    kept = [x if name in ("sum", "last") else None for name, x in zip(names, zeros, strict=True)]
+    first = jax.tree.map(lambda x: vary(x, varying_axes(scales)), (start, kept, jnp.int32(0)))
+    indices = jnp.arange(split.num_run)
+    (sums, kept, _), rows = lax.scan(step, first, (indices, scales[: split.num_run]))
+    for i, (name, x) in enumerate(leaves):
+        if name == "concatenate":
+            kept[i] = in_order(_padded(rows[i], x, split), split.rows_per_example(x.shape))
+    return sums, kept
 
 
-def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]) -> Tree:
-    """Return a tree with the reduction of each leaf of the auxiliary output."""
-    leaves, structure = jax.tree.flatten_with_path(aux)
-    if not leaves and reduction is None:
-        return aux
+def _kept(name: str, x: Array, old: Array | None) -> Array | None:
+    """Return the next value of an auxiliary output that is summed, or the last one."""
+    if old is None:
+        return None
+    return old + x.astype(old.dtype) if name == "sum" else jnp.asarray(x).astype(old.dtype)
+
+
+def _sum_dtype(name: str, x: Any) -> Any:
+    """Return the dtype of a reduced output; sums of small integers are those of `jnp.sum`."""
+    if name != "sum" or jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.dtype
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), x.dtype)).dtype
+
+
+def _padded(stack: Array, like: Any, split: Split) -> Array:
+    """Append zeros for the micro-batches that are known not to run."""
+    if split.num_run == split.parts:
+        return stack
+    zeros = lax.broadcast(zeros_of_type(like), (split.parts - split.num_run,))
+    return jnp.concatenate([stack, vary(zeros, varying_axes(stack))])
+
+
+def aux_reductions(
+    reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]
+) -> list[str]:
+    """Return the reduction of each leaf of the auxiliary output."""
+    leaves = jax.tree.leaves_with_path(aux)
+    if not leaves:
+        return []
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
-    whole = jax.tree.leaves(whole_aux() if None in given else aux)
+    needs_whole = any(name in (None, "concatenate") for name in given)
+    whole = jax.tree.leaves(whole_aux() if needs_whole else aux)
     names: list[str] = []
     for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
-        has_rows = split.rows_per_example(leaf.shape) > 0
+        num_rows = split.parts * leaf.shape[0] if split.rows_per_example(leaf.shape) else -1
         is_supported = {
             "mean": jnp.issubdtype(leaf.dtype, jnp.inexact),
             "sum": jnp.issubdtype(leaf.dtype, jnp.number),
-            "concatenate": has_rows,
+            "concatenate": full.shape == (num_rows, *leaf.shape[1:]),
             "last": True,
         }
-        if name is None and has_rows and full.shape[:1] == (split.parts * leaf.shape[0],):
+        if name is None and is_supported["concatenate"]:
             name = "concatenate"
         is_number = leaf.shape == full.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating)
         if name is None and is_number:
@@ -109,4 +127,4 @@ def aux_reductions(reduction: Tree, split: Split, aux: Tree, whole_aux: Callable
             got = f"{name!r} for {describe(leaf)} at {leaf_path('aux', path)}"
             raise type_error("aux_reduction", rule, got, _HINT)
         names.append(name)
-    return jax.tree.unflatten(structure, names)
+    return names

@@ -1,5 +1,6 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -65,8 +66,26 @@ class Split(NamedTuple):
 
     def rows_per_example(self, shape: Sequence[int]) -> int:
         """Return how many rows of an output belong to each example, or 0 if it has no such rows."""
-        is_multiple = bool(shape) and self.size > 0 and shape[0] % self.size == 0
-        return shape[0] // self.size if is_multiple else 0
+        if not (shape and self.batches):
+            return 0
+        if self.size == 0:
+            return int(shape[0] == 0)
+        return shape[0] // self.size if shape[0] % self.size == 0 else 0
+
+    def warn_of_unsplit(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
+        """Warn if an argument that is not split has as many rows as the batch."""
+        named = {f"args[{i}]": x for i, x in enumerate(args)}
+        for i in (*self.batches, *self.keys, *self.differentiated):
+            named.pop(f"args[{i}]", None)
+        num_rows = self.size * self.parts
+        for name, tree in {**named, **kwargs}.items():
+            if num_rows > 1 and any(np.shape(x)[:1] == (num_rows,) for x in jax.tree.leaves(tree)):
+                message = (
+                    f"{name} has as many rows as the batch, {num_rows}, but every micro-batch or "
+                    "example receives all of them. If it belongs to the batch, pass it by position "
+                    "and add its position to `batch_argnums`."
+                )
+                warnings.warn(message, stacklevel=2)
 
 
 def batch_size(batches: Mapping[str, Tree]) -> int:

@@ -14,7 +14,6 @@ from jax import lax
 from .._checks import check_choice, check_number, check_ord, check_params
 from .._devices import groups_of_type, map_arrays, shared, stack
 from .._errors import public
-from .._states import register_state
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, count_norms, select_groups
 from ..norms._leaves import checked_leaves, measured_shapes
@@ -27,7 +26,6 @@ Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
 """Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
 
 
-@register_state("grad_norm", "clip_threshold", "clip_factor", "clip_fraction")
 class ClipState(NamedTuple):
     """Metrics of the last step, and the state of each threshold rule.
 
@@ -49,6 +47,17 @@ class ClipState(NamedTuple):
     clip_factor: Scalar | dict[str, Scalar]
     clip_fraction: Scalar
     rules: tuple[Tree, ...]
+
+    def step_metrics(self) -> dict[str, Scalar]:
+        """Return the entries of `metrics` for this state; those of groups end in their label."""
+        found: dict[str, Scalar] = {}
+        for name in ("grad_norm", "clip_threshold", "clip_factor", "clip_fraction"):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                found |= {f"{name}/{label}": x for label, x in value.items()}
+            else:
+                found[name] = value
+        return found
 
 
 @public

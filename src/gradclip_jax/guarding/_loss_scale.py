@@ -12,41 +12,32 @@ from jax.typing import ArrayLike
 
 from .._checks import check_count, check_number, is_float0
 from .._errors import public, type_error
-from .._states import find_states, increment_where, plain_arrays, register_guard
+from .._states import find_states, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..clipping._clip import ClipState
-from ..gates._execute import gated
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
+from ..wrappers._execute import wrap
 from ._skip_nonfinite import Check, finite_guard, is_bad
 
 _MIN_SCALE: Final = 1.0
 _MAX_SCALE: Final = 2.0**24
 
 
-@register_guard("loss_scale", "skipped_nonfinite", role="loss scale")
 class LossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale`; counters are int32[] and saturate.
+    """State of a loss scale.
 
     Attributes:
-        grad_norm: Norm of the last gradient after division by the scale, float32[]. If it is
-            smaller than expected by a factor of about the scale, the loss was not passed through
-            `scale_loss`.
         loss_scale: Factor by which `scale_loss` multiplies the next gradient, float32[].
-        good_steps: Number of applied steps since the scale changed or a step was skipped.
-        skipped_nonfinite: Number of steps that this guard skipped.
-        consecutive_skips: Number of steps without an applied update since the last one.
-        guard_failed: 1 if a step was ever non-finite at a scale of 1, else 0.
-        inner_state: State of the inner optimizer.
+        good_steps: Number of applied steps since the scale changed or a step was skipped, int32[].
     """
 
-    grad_norm: Scalar
     loss_scale: Scalar
     good_steps: Scalar
-    skipped_nonfinite: Scalar
-    consecutive_skips: Scalar
-    guard_failed: Scalar
-    inner_state: Tree
+
+    def step_metrics(self) -> dict[str, Tree]:
+        """Return the entry of `metrics` for this state."""
+        return {"loss_scale": self.loss_scale}
 
 
 @public
@@ -120,7 +111,7 @@ def dynamic_loss_scale(
     growth_interval: Count = 2000,
     check: Check = "gradient",
     axis_name: AxisName = None,
-    mask: Mask = None,
+    trainable: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide gradients by a dynamic loss scale, for training in float16.
 
@@ -150,10 +141,10 @@ def dynamic_loss_scale(
         growth_interval: Number of good steps after which the scale is doubled; an integer >= 1.
         check: See `skip_nonfinite`; "gradient" checks the unscaled gradient.
         axis_name: See `skip_nonfinite`.
-        mask: See `skip_nonfinite`.
+        trainable: See `skip_nonfinite`.
 
     Returns:
-        A gradient transformation with a `LossScaleState`; `metrics` includes `loss_scale`, and
+        A gradient transformation with a `WrapperState`; `metrics` includes `loss_scale`, and
         `grad_norm` after division by the scale.
 
     Raises:
@@ -182,23 +173,24 @@ def dynamic_loss_scale(
     interval = f"[{_MIN_SCALE}, {_MAX_SCALE}]"
     check_number("init_scale", init_scale, "Pass for example 2.0**16.", interval)
     check_count("growth_interval", growth_interval, "Pass the number of good steps before growth.")
-    guard = finite_guard("dynamic_loss_scale", LossScaleState, check, mask, axis_name)
+    guard = finite_guard("dynamic_loss_scale", check, trainable, axis_name)
+
+    def init(params: Tree) -> LossScaleState:
+        scale = jnp.array(init_scale, jnp.float32)  # a copy, which may be donated
+        return LossScaleState(scale, jnp.zeros((), jnp.int32))
 
     def advance(state: LossScaleState, observed: Tree, skipped: Scalar) -> LossScaleState:
         good_steps = jnp.where(skipped, 0, increment_where(state.good_steps))
         grows = good_steps >= growth_interval
         factor = jnp.where(skipped, 0.5, jnp.where(grows, 2.0, 1.0))
-        has_failed = skipped & (state.loss_scale <= _MIN_SCALE)
-        return guard.advance(state, observed, skipped)._replace(
-            loss_scale=jnp.clip(state.loss_scale * factor, _MIN_SCALE, _MAX_SCALE),
-            good_steps=jnp.where(grows, 0, good_steps),
-            guard_failed=jnp.where(has_failed, 1, state.guard_failed),
-        )
+        scale = jnp.clip(state.loss_scale * factor, _MIN_SCALE, _MAX_SCALE)
+        return LossScaleState(scale, jnp.where(grows, 0, good_steps))
 
-    def fields(params: Tree) -> dict[str, Scalar]:
-        return {"loss_scale": jnp.array(init_scale, jnp.float32)}  # a copy, which may be donated
+    def has_failed(state: LossScaleState, skipped: Scalar) -> Scalar:
+        return skipped & (state.loss_scale <= _MIN_SCALE)
 
-    return gated(guard._replace(advance=advance, fields=fields, unscale=_unscaled), inner)
+    functions = {"init": init, "advance": advance, "has_failed": has_failed}
+    return wrap(guard._replace(unscale=_unscaled, **functions), inner)
 
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +14,11 @@ import optax
 from .._checks import check_callable, check_dtype_kept, describe, is_scalar, shapes_of, shortened
 from .._errors import public, type_error
 from .._run_if import like_dtypes
-from .._states import increment_where, register_guard
 from .._types import AxisName, Count, Scalar, Tree
-from ..gates._execute import gated
-from ..gates._gate import Call, Guard
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
-
-
-@register_guard("skipped_other")
-class SkipIfState(NamedTuple):
-    """State of `skip_if`; counters are int32[] and saturate.
-
-    Attributes:
-        grad_norm: Norm of the last gradient, float32[].
-        skipped_other: Number of steps that this guard skipped.
-        consecutive_skips: Number of steps without an applied update since the last one.
-        guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        rule_state: State of the `SkipRule`; () for a function.
-        inner_state: State of the inner optimizer.
-    """
-
-    grad_norm: Scalar
-    skipped_other: Scalar
-    consecutive_skips: Scalar
-    guard_failed: Scalar
-    rule_state: Tree
-    inner_state: Tree
+from ..wrappers._execute import wrap
+from ..wrappers._guard import ExtraArgs, Guard, Rejections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +65,7 @@ def skip_if(
     *,
     max_consecutive_skips: Count | None = 50,
     axis_name: AxisName = None,
-    mask: Mask = None,
+    trainable: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps for which a function of yours returns True.
 
@@ -108,10 +86,10 @@ def skip_if(
             over devices raises.
         max_consecutive_skips: See `skip_nonfinite`.
         axis_name: See `skip_nonfinite`; used for the metric `grad_norm`.
-        mask: See `skip_nonfinite`.
+        trainable: See `skip_nonfinite`.
 
     Returns:
-        A gradient transformation with a `SkipIfState`.
+        A gradient transformation with a `WrapperState`.
 
     Raises:
         TypeError: If `inner` is not a gradient transformation, if `predicate` is not a function or
@@ -124,38 +102,34 @@ def skip_if(
         >>> tx = gcx.skip_if(optax.sgd(1.0), is_padding)
         >>> params = jnp.array([1.0])
         >>> updates, state = tx.update(params, tx.init(params), params, num_tokens=3)
-        >>> updates.tolist(), int(state.skipped_other)
+        >>> updates.tolist(), int(gcx.metrics(state)["skipped_other"])
         ([0.0], 1)
     """
     rule = predicate if isinstance(predicate, SkipRule) else _without_state(predicate)
 
-    def check(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
-        given = call.grads, call.state.rule_state, call.params
-        skip, observed = rule.should_skip(*given, **call.extra_args)
+    def check(
+        grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Rejections, Tree]:
+        skip, observed = rule.should_skip(grads, state, params, **extra_args)
         is_bool = is_scalar(skip, jnp.bool_)
         if not is_bool or varying_axes(jnp.asarray(skip)):
             must = "a function that returns a bool[] that is the same on all devices"
             got = f"{jax.typeof(skip)}" if is_bool else describe(skip)
             hint = "Reduce its result with `jnp.any` and, inside `shard_map`, with `jax.lax.pmax`."
             raise type_error("predicate", must, got, hint)
-        return jnp.logical_not(skip), observed
+        return {"other": jnp.asarray(skip)}, observed
 
-    def advance(state: SkipIfState, observed: Tree, skipped: Scalar) -> SkipIfState:
-        count = increment_where(state.skipped_other, skipped)
-        rule_state = rule.advance(state.rule_state, observed, skipped)
-        if shapes_of(rule_state) != shapes_of(state.rule_state):
-            must, got = "a rule whose state keeps its shapes", shortened(rule_state)
+    def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
+        after = rule.advance(state, observed, skipped)
+        if shapes_of(after) != shapes_of(state):
+            must, got = "a rule whose state keeps its shapes", shortened(after)
             raise type_error("predicate", must, got, "Return a state like that of `init`.")
-        jax.tree.map(functools.partial(check_dtype_kept, "predicate"), rule_state, state.rule_state)
-        rule_state = like_dtypes(rule_state, state.rule_state)
-        return state._replace(skipped_other=count, rule_state=rule_state)
+        jax.tree.map(functools.partial(check_dtype_kept, "predicate"), after, state)
+        return like_dtypes(after, state)
 
-    def fields(params: Tree) -> dict[str, Tree]:
-        return {"rule_state": jax.tree.map(jnp.array, rule.init(params))}
-
-    guard = Guard("skip_if", SkipIfState, check, advance, fields, axis_name=axis_name, mask=mask)
-    guard = guard._replace(checks_window=True, max_consecutive_skips=max_consecutive_skips)
-    return gated(guard, inner)
+    guard = Guard("skip_if", ("other",), check, rule.init, advance)
+    options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
+    return wrap(guard._replace(axis_name=axis_name, **options), inner)
 
 
 def _without_state(predicate: Any) -> SkipRule:

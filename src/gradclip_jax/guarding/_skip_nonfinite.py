@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,37 +21,17 @@ from jax import lax
 from .._checks import check_choice, is_scalar
 from .._devices import fusion_barrier, joined
 from .._errors import public
-from .._states import KINDS, increment_where, kind_of, register_guard, replace_states
+from .._states import is_own_state
 from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
-from ..gates._execute import gated
-from ..gates._extra_args import loss_of
-from ..gates._gate import Call, ExtraArgs, Guard, params_of
 from ..norms._leaves import is_measured, measured_leaves
 from ..norms._mask import Mask, broadcast_mask
 from ..norms._mesh import max_over, shard_axes
 from ..norms._norm import norm_of_leaves
+from ..wrappers._execute import wrap
+from ..wrappers._guard import ExtraArgs, Guard, Rejections, loss_of, params_of
 
 Check: TypeAlias = Literal["gradient", "step"]
 """Whether a guard checks only the gradient, or the computed step as well."""
-
-
-@register_guard("skipped_nonfinite")
-class SkipNonfiniteState(NamedTuple):
-    """State of `skip_nonfinite`; counters are int32[] and saturate.
-
-    Attributes:
-        grad_norm: Norm of the last gradient, float32[].
-        skipped_nonfinite: Number of steps that this guard skipped.
-        consecutive_skips: Number of steps without an applied update since the last one.
-        guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        inner_state: State of the inner optimizer.
-    """
-
-    grad_norm: Scalar
-    skipped_nonfinite: Scalar
-    consecutive_skips: Scalar
-    guard_failed: Scalar
-    inner_state: Tree
 
 
 @public
@@ -61,7 +41,7 @@ def skip_nonfinite(
     check: Check = "gradient",
     max_consecutive_skips: Count | None = 50,
     axis_name: AxisName = None,
-    mask: Mask = None,
+    trainable: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps with non-finite gradients; parameters and state stay unchanged.
 
@@ -82,10 +62,9 @@ def skip_nonfinite(
 
     A guard around `accumulate_gradients` skips single non-finite micro-batches, and drops an
     accumulation window if its gradient or step is non-finite. A guard inside `accumulate_gradients`
-    only drops whole accumulation windows. If a chain or another wrapper is between a guard and an
-    accumulation, `check="gradient"` checks only micro-batches, `check="step"` the computed step as
-    well, and a skipped call leaves the window open, even with `flush=True`. Instead, place the
-    guard directly around the accumulation, as in
+    only drops whole accumulation windows. A guard around a chain or another wrapper that contains
+    an accumulation raises an error at `init`, because it would not see the windows. Instead, place
+    the guard directly around the accumulation, as in
     `optax.chain(clip, skip_nonfinite(accumulate_gradients(optimizer, 4)))`.
 
     `check="gradient"` has no cost if a clip by global norm follows, and otherwise costs one read of
@@ -105,12 +84,14 @@ def skip_nonfinite(
             permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
             it in the training loop with `if gcx.metrics(state)["guard_failed"]: ...`.
         axis_name: See `clip_by_global_norm`; `()` raises, because devices would decide differently.
-        mask: Leaves to check, as a prefix tree of bools or a function from the parameters to one,
-            for models with frozen parameters. Other leaves are not checked and reach `inner` as
-            zeros, so that a NaN cannot come in through a clip. None checks all leaves.
+        trainable: Leaves that are trained, as a prefix tree of bools or a function from the
+            parameters to one. All other leaves are frozen: they are not checked and reach `inner`
+            as zeros, so that a NaN cannot come in through a clip. None trains all leaves. To check
+            only some of the trained leaves, use `skip_if` with a predicate, such as
+            `lambda grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"]))`.
 
     Returns:
-        A gradient transformation with a `SkipNonfiniteState`. With `apply_gradients` and donated
+        A gradient transformation with a `WrapperState`. With `apply_gradients` and donated
         arguments, no buffers are copied, except those of a small accumulation on CUDA.
 
     Raises:
@@ -123,32 +104,40 @@ def skip_nonfinite(
         >>> tx = gcx.skip_nonfinite(optax.adam(0.1))
         >>> params = jnp.array([1.0])
         >>> updates, state = tx.update(jnp.array([jnp.nan]), tx.init(params), params)
-        >>> updates.tolist(), int(state.skipped_nonfinite)
+        >>> updates.tolist(), int(gcx.metrics(state)["skipped_nonfinite"])
         ([0.0], 1)
     """
-    guard = finite_guard("skip_nonfinite", SkipNonfiniteState, check, mask, axis_name)
-    return gated(guard._replace(max_consecutive_skips=max_consecutive_skips), inner)
+    guard = finite_guard("skip_nonfinite", check, trainable, axis_name)
+    return wrap(guard._replace(max_consecutive_skips=max_consecutive_skips), inner)
 
 
-def finite_guard(function: str, kind: type, check: Check, mask: Mask, axes: AxisName) -> Guard:
-    """Return a guard that counts non-finite steps in `skipped_nonfinite`."""
+def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) -> Guard:
+    """Return a guard that rejects non-finite gradients and, with `check="step"`, steps."""
     check_choice("check", check, ("gradient", "step"))
 
-    def check_gradient(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
-        accepted = finite_scalars(call.extra_args, axes)
+    def check_gradient(
+        grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Rejections, Tree]:
+        accepted = finite_scalars(extra_args, axis_name)
         if check == "step":
-            return accepted & all_finite(call.grads, axes), ()
-        return accepted & has_finite_squares(call.grads, norm, axes), ()
+            accepted &= all_finite(grads, axis_name)
+        else:
+            accepted &= has_finite_squares(grads, norm, axis_name)
+        return {"nonfinite": ~accepted}, ()
 
-    def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
-        count = increment_where(state.skipped_nonfinite, skipped)
-        return state._replace(skipped_nonfinite=count)
+    def check_step(updates: Tree, before: Tree, after: Tree, params: Tree) -> Rejections:
+        accepted = is_finite_step(updates, before, after, params, trainable, axis_name)
+        return {"nonfinite": ~accepted}
 
-    guard = Guard(function, kind, check_gradient, advance, mask=mask, axis_name=axes)
-    if check == "gradient":
-        return guard._replace(checks_window=True)
-    check_step = functools.partial(is_finite_step, mask=mask, axis_name=axes)
-    return guard._replace(check_step=check_step)
+    return Guard(
+        name,
+        ("nonfinite",),
+        check_gradient,
+        checks_window=check == "gradient",
+        check_step=check_step if check == "step" else None,
+        trainable=trainable,
+        axis_name=axis_name,
+    )
 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
@@ -210,13 +199,14 @@ def is_finite_step(
 
 
 def _without_measurements(state: Tree) -> Tree:
-    """Keep only accumulators and the inner state of states of this package."""
+    """Replace each state of this package by the inner state that it contains."""
 
     def without(node: Tree) -> Tree:
-        names = kind_of(node).inner, "acc_grads"
-        return [_without_measurements(getattr(node, name, ())) for name in names]
+        if not is_own_state(node):
+            return node
+        return _without_measurements(getattr(node, "inner_state", ()))
 
-    return replace_states(state, tuple(KINDS), without)
+    return jax.tree.map(without, state, is_leaf=is_own_state)
 
 
 def finite_scalars(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:

@@ -11,51 +11,29 @@ import jax.numpy as jnp
 import optax
 
 from .._errors import public, value_error
-from .._states import increment_where, register_guard
 from .._types import UNBOUNDED, AxisName, Count, Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
-from ..gates._execute import gated
-from ..gates._extra_args import mean_loss
-from ..gates._gate import Call, Guard
 from ..norms._mask import Mask
+from ..wrappers._execute import wrap
+from ..wrappers._guard import ExtraArgs, Guard, Rejections, mean_loss
 
 
-@register_guard(
-    "skip_threshold",
-    "skipped_large_norm",
-    "loss_threshold",
-    "skipped_large_loss",
-    "skipped_nonfinite",
-)
-class SkipSpikesState(NamedTuple):
-    """State of `skip_spikes`; measurements are float32[], counters are int32[] and saturate.
-
-    If the loss has no threshold, its fields are None. One step can increment both counters.
+class SpikeState(NamedTuple):
+    """State of the thresholds of `skip_spikes`.
 
     Attributes:
-        grad_norm: Norm of the last gradient.
-        skip_threshold: Threshold of the gradient norm at the last step; the largest float32 if
-            there is none.
-        skipped_large_norm: Number of steps skipped because of their gradient norm.
-        loss_threshold: Threshold of the loss at the last step.
-        skipped_large_loss: Number of steps skipped because of their loss.
-        skipped_nonfinite: Number of steps skipped because of a non-finite norm or loss.
-        consecutive_skips: Number of steps without an applied update since the last one.
-        guard_failed: 1 if `consecutive_skips` ever reached `max_consecutive_skips`, else 0.
-        rule_states: State of the threshold rule for each of "norm" and "loss".
-        inner_state: State of the inner optimizer.
+        thresholds: Thresholds at the last step for each of "norm" and "loss", float32[]; the
+            largest float32 if there is none.
+        rules: State of each threshold rule.
     """
 
-    grad_norm: Scalar
-    skip_threshold: Scalar
-    skipped_large_norm: Scalar
-    loss_threshold: Scalar | None
-    skipped_large_loss: Scalar | None
-    skipped_nonfinite: Scalar
-    consecutive_skips: Scalar
-    guard_failed: Scalar
-    rule_states: dict[str, Tree]
-    inner_state: Tree
+    thresholds: dict[str, Scalar]
+    rules: dict[str, Tree]
+
+    def step_metrics(self) -> dict[str, Tree]:
+        """Return the entries of `metrics` for this state."""
+        names = {"norm": "skip_threshold", "loss": "loss_threshold"}
+        return {names[key]: threshold for key, threshold in self.thresholds.items()}
 
 
 @public
@@ -66,7 +44,7 @@ def skip_spikes(
     loss: Threshold | None = None,
     axis_name: AxisName = None,
     max_consecutive_skips: Count | None = 50,
-    mask: Mask = None,
+    trainable: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradient norm or loss is above a threshold or non-finite.
 
@@ -101,10 +79,10 @@ def skip_spikes(
             the average, as in `ema`, is not meaningful for negative losses.
         axis_name: See `clip_by_global_norm`.
         max_consecutive_skips: See `skip_nonfinite`.
-        mask: See `skip_nonfinite`.
+        trainable: See `skip_nonfinite`.
 
     Returns:
-        A gradient transformation with a `SkipSpikesState`; `update` requires `value` if the loss
+        A gradient transformation with a `WrapperState`; `update` requires `value` if the loss
         has a threshold.
 
     Raises:
@@ -117,8 +95,8 @@ def skip_spikes(
         >>> tx = gcx.skip_spikes(optax.sgd(1.0), norm=10.0, loss=4.0)
         >>> params = jnp.array([1.0])
         >>> updates, state = tx.update(jnp.array([3.0]), tx.init(params), params, value=50.0)
-        >>> updates.tolist(), int(state.skipped_large_loss), int(state.skipped_large_norm)
-        ([0.0], 1, 0)
+        >>> updates.tolist(), int(gcx.metrics(state)["skipped_large_loss"])
+        ([0.0], 1)
 
     References:
         OLMo-core's `SkipStepOptimizer`, levanter's `skipstep` and MaxText's `skip_step_on_spikes`
@@ -130,30 +108,31 @@ def skip_spikes(
     if loss is not None:
         rules["loss"] = _as_rule("loss", loss, low=-math.inf)
 
-    def check(call: Call, norm: Scalar) -> tuple[Scalar, Tree]:
-        values = {"norm": norm}
+    def init(params: Tree) -> SpikeState:
+        thresholds = {key: jnp.full((), UNBOUNDED, jnp.float32) for key in rules}
+        return SpikeState(thresholds, {key: init_state(rule) for key, rule in rules.items()})
+
+    def check(
+        grads: Tree, grad_norm: Scalar, state: SpikeState, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Rejections, SpikeState]:
+        values = {"norm": grad_norm}
         if loss is not None:
-            values["loss"] = mean_loss(call.extra_args, axis_name)
+            values["loss"] = mean_loss(extra_args, axis_name)
         is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, values.values()))
+        rejections: Rejections = {"nonfinite": ~is_finite}
         thresholds: dict[str, Scalar] = {}
-        spikes: dict[str, Scalar] = {}
-        rule_states: dict[str, Tree] = {}
+        states: dict[str, Tree] = {}
         for key, rule in rules.items():
-            given = rule, values[key], call.state.rule_states[key]
-            thresholds[key], rule_states[key] = apply_rule(*given, is_finite=is_finite)
-            spikes[key] = is_finite & ~(values[key] <= thresholds[key])
-        is_spike = functools.reduce(jnp.logical_or, spikes.values())
-        return is_finite & ~is_spike, (thresholds, rule_states, spikes, is_finite)
+            given = rule, values[key], state.rules[key]
+            threshold, states[key] = apply_rule(*given, is_finite=is_finite)
+            rejections[f"large_{key}"] = is_finite & ~(values[key] <= threshold)
+            thresholds[key] = threshold.astype(jnp.float32)
+        return rejections, SpikeState(thresholds, states)
 
-    def fields(params: Tree) -> dict[str, Tree]:
-        states = {key: init_state(rule) for key, rule in rules.items()}
-        found = {"rule_states": states, "skip_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
-        if loss is None:
-            return found | {"loss_threshold": None, "skipped_large_loss": None}
-        return found | {"loss_threshold": jnp.full((), UNBOUNDED, jnp.float32)}
-
-    guard = Guard("skip_spikes", SkipSpikesState, check, _advance, fields, axis_name=axis_name)
-    return gated(guard._replace(mask=mask, max_consecutive_skips=max_consecutive_skips), inner)
+    causes = "nonfinite", *(f"large_{key}" for key in rules)
+    guard = Guard("skip_spikes", causes, check, init, lambda state, observed, skipped: observed)
+    options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
+    return wrap(guard._replace(checks_window=False, axis_name=axis_name, **options), inner)
 
 
 _HINT = "Pass `gcx.thresholds.mean_std()`, or `allow_negative=True` to your own `Rule`."
@@ -167,17 +146,3 @@ def _as_rule(argument: str, threshold: Threshold, low: float = 0.0) -> Rule:
         must = "a threshold that needs no parameters and, for the loss, allows negative values"
         raise value_error(argument, must, "another rule", _HINT)
     return rule
-
-
-def _advance(state: SkipSpikesState, observed: Tree, skipped: Scalar) -> SkipSpikesState:
-    """Keep the thresholds and the states of the rules, and count a skip by its causes."""
-    thresholds, rule_states, spikes, is_finite = observed
-    if state.skipped_large_loss is not None:
-        count = increment_where(state.skipped_large_loss, skipped & spikes["loss"])
-        state = state._replace(loss_threshold=thresholds["loss"], skipped_large_loss=count)
-    return state._replace(
-        skip_threshold=thresholds["norm"].astype(jnp.float32),
-        skipped_large_norm=increment_where(state.skipped_large_norm, skipped & spikes["norm"]),
-        skipped_nonfinite=increment_where(state.skipped_nonfinite, skipped & ~is_finite),
-        rule_states=rule_states,
-    )

@@ -1,7 +1,6 @@
 """Rows, the measurements of consecutive steps on the host, from `watch` and as lines of a log."""
 
 import contextlib
-import enum
 import math
 import re
 import zlib
@@ -15,45 +14,11 @@ from .._errors import value_error
 from .._types import Array, HostArray, Scalar, Tree
 from ..norms._granularity import unit_names
 from ..norms._mask import Mask, mask_leaves
+from ..wrappers._state import Outcome
 from ._taps import SHAPE, STATISTICS, read_sums, statistics
 
 NUM_INTS, TREE = 4, 7
 """Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
-
-
-class Outcome(enum.IntFlag):
-    """What is known about a step; the bits of the column `outcome` of `Rows`.
-
-    | flag | meaning |
-    | --- | --- |
-    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
-    | `HAS_UNITS` | norms of units; in a log, only some rows have them |
-    | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
-    | `APPLIED` | the optimizer ran, or the update is nonzero |
-    | `CLIPPED` | applied, and a factor is below 1 |
-    | `SKIPPED` | a guard inside skipped the step |
-    | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS` | its cause |
-    | `HELD` | an accumulation inside only added the micro-batch |
-    | `EMPTY_WINDOW` | an accumulation inside dropped a window whose weight is zero |
-    | `GUARD_FAILED` | a guard inside has failed |
-    | `REPLICA_DIFFERS` | the parameters of one replica differ |
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
-        >>> params = {"w": jnp.ones(2)}
-        >>> _, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
-        >>> rows = gcx.Monitor(params).read(state).rows
-        >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
-        [True]
-    """
-
-    # The values are stored in checkpoints.
-    HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
-    HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
-    APPLIED, CLIPPED, HELD, SKIPPED = 0x200, 0x400, 0x800, 0x2000
-    SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
-    GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS = 0x20000, 0x40000, 0x80000
 
 
 MEASURED = {x: Outcome[f"HAS_{x.upper()}"] for x in ("gradient", "update", "parameter")}
@@ -217,7 +182,7 @@ def _complete(rows: Rows) -> None:
     is_applied = has_run | (update[:, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
     rows.outcome[is_applied & np.any(rows.factors < 1, axis=1)] |= int(Outcome.CLIPPED)
-    rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.HELD)
+    rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.ACCUMULATED)
 
 
 def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names]:

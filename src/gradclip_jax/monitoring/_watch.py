@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +15,22 @@ from jax import lax
 from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
 from .._devices import fusion_barrier, pair_of_sums
 from .._errors import public, type_error, value_error
-from .._run_if import Flag, like_dtypes
-from .._states import find_states, has_stepped, metrics, plain_arrays, register_state
+from .._run_if import like_dtypes
+from .._states import find_states, metrics, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree
-from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
-from ..gates._gate import ExtraArgs, check_guard
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._leaves import checked_leaves, wide_dtype
 from ..norms._mask import Mask, mask_leaves
 from ..norms._mesh import reshard_like
 from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
-from ._rows import MEASURED, MEASURES, TREE, WORDS, Outcome, Row, names_of
+from ..wrappers._accumulation import micro_batch_of
+from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
+from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._state import outcome_of
+from ._rows import MEASURED, TREE, Outcome, Row, names_of
 from ._taps import read_sums
 
 
-def _of_tree(column: int) -> property:
-    """Return a property with one of the measurements of the whole tree in the last row."""
-    return property(lambda x: lax.bitcast_convert_type(_last(x)[..., TREE + column], jnp.float32))
-
-
-@register_state(*MEASURES, inner="inner_state", role="watch")
 class WatchState(NamedTuple):
     """State of `watch`: a ring buffer with one row for each call.
 
@@ -47,7 +44,12 @@ class WatchState(NamedTuple):
     rows: Row
     inner_state: Tree
 
-    nonfinite_elements, gradient_norm, update_norm, parameter_norm = map(_of_tree, range(4))
+    def step_metrics(self) -> dict[str, Array]:
+        """Return the measurements of the whole tree in the last row, as entries of `metrics`."""
+        bits = _last(self)[..., TREE : TREE + 4]
+        values = jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0)
+        names = "nonfinite_elements", "grad_norm", "update_norm", "parameter_norm"
+        return dict(zip(names, values, strict=True))
 
 
 def _last(state: WatchState) -> Array:
@@ -107,7 +109,7 @@ def watch(
     history: Count = 64,
     of: Sequence[str] = tuple(MEASURED),
     granularity: Literal["global", "leaf"] | Granularity = "leaf",
-    mask: Mask = None,
+    trainable: Mask = None,
     axis_name: AxisName = None,
     replica_axis: AxisName = None,
     check_every: Count = 100,
@@ -118,7 +120,7 @@ def watch(
     The update of `inner` is returned unchanged. Each call writes one row into a ring buffer in the
     state: the norms of the whole tree and of each leaf or layer, the loss, what happened to the
     step, and the factors of clips inside. `Monitor.read(state)` reads the rows since its last call
-    on the host, detects faults and writes a log. `metrics(state)` contains `gradient_norm`,
+    on the host, detects faults and writes a log. `metrics(state)` contains `grad_norm`,
     `update_norm`, `parameter_norm` and `nonfinite_elements` of the whole tree.
 
     Wrap the whole optimizer, including clips and guards, to measure the gradient before clipping
@@ -131,9 +133,10 @@ def watch(
     | call | row |
     | --- | --- |
     | a step | its norms; "applied" |
-    | a transformation inside skips or holds the step | its gradient; "skipped" or "held" |
-    | a wrapper of another library inside skips the step | "held" or, if unknown, "unchanged" |
-    | a guard or accumulation outside skips or holds the step | no row |
+    | a guard inside skips the step | its gradient; "skipped" |
+    | an accumulation inside only adds the micro-batch | its gradient; "accumulated" |
+    | a wrapper of another library inside skips the step | "accumulated" |
+    | a guard or accumulation outside does not run `watch` | no row |
     | `flush` with an accumulation inside | no gradient |
     | NaN or infinity in a unit | a non-finite norm, and the number of such elements |
     | an update that is partly rounded away | the norm of `(params + update) - params` |
@@ -150,8 +153,8 @@ def watch(
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
             contains its index. With "global", only the whole tree is measured. Inside `shard_map`,
             an axis that indexes layers or rows must not be sharded.
-        mask: Leaves to measure, as a prefix tree of bools or a function from the parameters to one,
-            None for all. The other leaves may have any dtype.
+        trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
+            one, None for all. The other leaves may have any dtype; their updates do not change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
@@ -184,90 +187,207 @@ def watch(
         >>> print(*monitor.read(state).incidents, sep="\n")
         step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
-    check_guard(inner, axis_name, mask)
-    with_step = bool(replica_axis) or not {*of} <= {"gradient"}
+    check_guard_arguments(inner, axis_name, trainable)
     for kind in of:
         check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
-    inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
-    tap_names, tap_sums = read_sums("taps", taps)
+    with_step = bool(replica_axis) or not {*of} <= {"gradient"}
+    inner, partition = optax.with_extra_args_support(inner), as_granularity(granularity)
+    axes = axis_name, replica_axis
+    update = WatchUpdate(inner, partition, trainable, axes, with_step, int(check_every), taps)
+    return optax.GradientTransformationExtraArgs(
+        functools.partial(_init, update, int(history)), update
+    )
 
-    def init(params: Tree) -> WatchState:
-        # Remove weak types, which would cause recompilation after the first step.
-        inner_state = inner.init(params)
-        inner_state = like_dtypes(inner_state, inner_state)
-        names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
-        size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
-        values, clips = jnp.zeros((history, size), jnp.int32), dict.fromkeys(clips)
-        return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
-    def update(updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any) -> Tree:
+@dataclasses.dataclass(frozen=True, eq=False)
+class WatchUpdate(InPlaceUpdate):
+    """The `update` function of `watch`.
+
+    Attributes:
+        inner: Transformation that is watched.
+        granularity: Which elements share a norm.
+        trainable: Leaves that are measured.
+        axes: The arguments `axis_name` and `replica_axis`.
+        with_step: Whether updates and parameters are measured.
+        check_every: Number of steps between two checks of the replicas.
+        taps: Probes of the model, or None.
+    """
+
+    __name__: ClassVar[str] = "update"
+    inner: optax.GradientTransformationExtraArgs
+    granularity: Granularity
+    trainable: Mask
+    axes: tuple[AxisName, AxisName]
+    with_step: bool
+    check_every: int
+    taps: Tree | None
+
+    def __call__(
+        self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Tree]:
+        """Return the update of the inner transformation, and the state with a new row."""
+        self._check(updates, state, params)
+        output, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
+        step = self._measure_step(output, params) if self.with_step else None
+        return output, self._record(updates, step, state, inner_state, params, extra_args)
+
+    def apply(
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+    ) -> tuple[Tree, Tree, Tree]:
+        """Implement `apply_gradients`; the step is measured where the updates are computed."""
+        update = self.inner.update
+        if not isinstance(update, InPlaceUpdate):
+            updates, state = self(grads, state, params, **extra_args)
+            return apply_updates(params, updates), state, observe and observe(updates, params)
+        self._check(grads, state, params)
+
+        def measure(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
+            step = self._measure_step(updates, params) if self.with_step else None
+            return step, observe and observe(updates, params)
+
+        given = grads, state.inner_state, params, extra_args
+        new, inner_state, (step, measured) = update.apply(*given, measure)
+        if step is not None:
+            # Parameters that the step did not read are measured alone.
+            has_run = outcome_of(inner_state) & int(Outcome.APPLIED) != 0
+            step = lax.cond(has_run, lambda _: step, self._measure_unchanged, params)
+        return new, self._record(grads, step, state, inner_state, params, extra_args), measured
+
+    def _check(self, grads: Tree, state: Tree, params: Tree | None) -> None:
+        """Raise if the state or the structure of the parameters is wrong."""
         check_state(state, WatchState)
-        masked = mask_leaves(mask, updates, params)
-        leaves = checked_leaves("updates", masked)
-        if params is not None or with_step:
-            check_params(updates, params)
+        if params is not None or self.with_step:
+            check_params(grads, params)
+
+    def _leaves(self, tree: Tree, like: Tree, params: Tree | None) -> list[Array]:
+        """Return the leaves of a tree that are measured, which are the inexact leaves of `like`."""
+        own = checked_leaves("updates", mask_leaves(self.trainable, like, params))
+        return own.beside(mask_leaves(self.trainable, tree, params))
+
+    def _measure_step(self, updates: Tree, params: Tree) -> Array:
+        """Return the sums of the squares of updates and parameters for each norm group."""
+        columns = (self._leaves(tree, updates, params) for tree in (updates, params))
+        return sums_of_step(*columns, **self._groups(updates, params))
+
+    def _measure_unchanged(self, params: Tree) -> Array:
+        """Return the same sums for an update of zero."""
+        return self._measure_step(jax.tree.map(jnp.zeros_like, params), params)
+
+    def _groups(self, tree: Tree, params: Tree | None) -> dict[str, Any]:
+        """Return the norm groups and the mesh axes of a tree, as keyword arguments."""
+        masked = mask_leaves(self.trainable, tree, params)
+        units = self.granularity.cut(checked_leaves("updates", masked).arrays, masked)
+        return {"units": units, "axis_name": self.axes[0]}
+
+    def _record(
+        self,
+        grads: Tree,
+        step: Array | None,
+        state: WatchState,
+        inner_state: Tree,
+        params: Tree | None,
+        extra_args: ExtraArgs,
+    ) -> WatchState:
+        """Measure the gradient, and write a row with the outcome of the call."""
+        axis_name, replica_axis = self.axes
+        groups = self._groups(grads, params)
+        sums = sums_of_gradient(self._leaves(grads, grads, params), **groups)
+        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["units"])
+        found = metrics(inner_state)
+        # The gradient was multiplied by the loss scale before the call.
+        scale = metrics(state.inner_state).get("loss_scale", 1)
+        table /= jnp.array([[1, scale, 1, 1]], jnp.float32)
+        phase = state.step_count % self.check_every
+        differs, device = _other_replica(table[:, -1], replica_axis, phase)
+        outcome = _outcome(inner_state, extra_args, found, self.with_step)
+        outcome |= jnp.where(differs, int(Outcome.REPLICA_DIFFERS), 0)
         loss, batch_id = loss_of(extra_args, axis_name), extra_args.get("batch_id")
         if batch_id is not None:
             check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
-        stats = extra_args.get("taps")
-        found, sums = read_sums("taps", taps if stats is None else stats)
-        if found != tap_names:
-            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(tap_names)}", listed(found), hint)
-        output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-
-        step = [leaves.beside(mask_leaves(mask, x, params)) for x in (output, params) if with_step]
-        units = cut.cut(leaves.arrays, masked)
-        table = _measure(leaves.arrays, *step, units=units, axis_name=axis_name)
-        before, after = metrics(state.inner_state), metrics(inner_state)
-        table /= jnp.array([[1, before.get("loss_scale", 1), 1, 1]], jnp.float32)
-        differs, device = _other_replica(table[:, -1], replica_axis, state.step_count % check_every)
-        events = (Outcome.APPLIED, has_stepped(inner_state)), (Outcome.REPLICA_DIFFERS, differs)
-        outcome = _combined(*events, *_flags(extra_args, before, after, with_step))
         ints = 0 if batch_id is None else batch_id, outcome, device
-        limits = after.get("skip_threshold", 0), after.get("loss_threshold", 0)
-        floats = 0 if loss is None else loss, *limits, table, sums, *_clip_factors(after).values()
-        return output, _written(state, ints, floats)._replace(inner_state=inner_state)
+        limits = found.get("skip_threshold", 0), found.get("loss_threshold", 0)
+        measured = table, self._tap_sums(extra_args), *_clip_factors(found).values()
+        floats = 0 if loss is None else loss, *limits, *measured
+        return _written(state, ints, floats)._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _tap_sums(self, extra_args: ExtraArgs) -> Array:
+        """Return the sums of the taps, or zeros if no statistics were passed."""
+        names, zeros = read_sums("taps", self.taps)
+        if (stats := extra_args.get("taps")) is None:
+            return zeros
+        found, sums = read_sums("taps", stats)
+        if found != names:
+            hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
+            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
+        return sums
 
 
-def _measure(
-    gradient: Sequence[Array], *step: Sequence[Array], units: Units, axis_name: AxisName
+def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
+    """Return a state without rows."""
+    inner_state = update.inner.init(params)
+    # Remove weak types, which would cause recompilation after the first step.
+    inner_state = like_dtypes(inner_state, inner_state)
+    names = names_of(params, update.granularity, update.trainable, update.taps)
+    clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
+    _, tap_sums = read_sums("taps", update.taps)
+    size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
+    values = jnp.zeros((history, size), jnp.int32)
+    return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
+
+
+def sums_of_gradient(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+    """Return the number of non-finite elements and the sum of squares of each norm group.
+
+    The result is float[groups, 2].
+    """
+    dtype = norm_dtype(leaves)
+
+    def terms(g: Array, axes: tuple[int, ...]) -> Array:
+        return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
+
+    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
+
+
+def sums_of_step(
+    updates: Sequence[Array], params: Sequence[Array], *, units: Units, axis_name: AxisName
 ) -> Array:
-    """Measure the whole tree and each unit, float32[1 + units, 4].
-
-    The columns are the number of non-finite elements of the gradient, and the norms of gradient,
-    update and parameters. Without `step`, the updates and the parameters, their norms are 0.
+    """Return the sums of squares of updates and parameters of each norm group, float[groups, 2].
 
     The update is measured as `(p + u) - p` with the sum rounded to the dtype of the parameters,
     which is the change that `optax.apply_updates` makes. XLA reuses `p + u` from the optimizer
     step, so the sum is not computed twice.
     """
-    dtype = norm_dtype(gradient)
+    dtype = norm_dtype(updates)
 
-    def of_gradient(g: Array, axes: tuple[int, ...]) -> Array:
-        return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
-
-    def of_step(u: Array, axes: tuple[int, ...], p: Array) -> Array:
+    def terms(u: Array, axes: tuple[int, ...], p: Array) -> Array:
         old, wide = (x.astype(wide_dtype(x.dtype, dtype)) for x in (p, u))
         new, info = old + wide, jnp.finfo(p.dtype)
         if info.bits < 32:  # XLA would remove a conversion to the narrow dtype and back
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
-    def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
-        # With `jit`, the terms are traced once for all leaves of the same shape.
-        terms = jax.jit(terms, static_argnums=1)
-        # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-        return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
+    return _sums_of_groups(terms, updates, params, units=units, axis_name=axis_name)
 
-    # The sums are separate, because inside `shard_map` the gradient may vary over mesh axes over
-    # which `inner` averages it. The sums of the step are then not reduced over these axes.
-    sums = of_units(of_gradient, gradient)
-    table = jnp.concatenate([sums, of_units(of_step, *step) if step else jnp.zeros_like(sums)], 1)
+
+def _sums_of_groups(
+    terms: Callable[..., Array], *columns: Sequence[Array], units: Units, axis_name: AxisName
+) -> Array:
+    """Return two sums for each norm group; `terms` returns those of a leaf."""
+    # With `jit`, the terms are traced once for all leaves of the same shape.
+    terms = jax.jit(terms, static_argnums=1)
+    # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
+    return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
+
+
+def norm_table(of_gradient: Array, of_step: Array, units: Units) -> Array:
+    """Return the norms of the whole tree and of each norm group, float32[1 + groups, 4].
+
+    The columns are the number of non-finite elements of the gradient, and the norms of gradient,
+    update and parameters.
+    """
+    table = jnp.concatenate([of_gradient, of_step], 1)
     if units.axes is not None or units.names:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
@@ -307,28 +427,21 @@ def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
     return {key: x for key, x in found.items() if key.startswith("clip_factor")}
 
 
-def _combined(*flags: tuple[int, Flag]) -> Array:
-    """Return an integer with all flags that are set."""
-    return functools.reduce(jnp.bitwise_or, [jnp.where(x, int(flag), 0) for flag, x in flags])
-
-
-def _flags(
-    extra_args: ExtraArgs, before: dict[str, Array], after: dict[str, Array], with_step: bool
-) -> Iterator[tuple[int, Flag]]:
-    """Yield flags, and whether they are set, from the arguments and the metrics of a step."""
-    yield Outcome.HAS_UNITS, True
-    yield Outcome.HAS_GRADIENT, has_micro_batch(extra_args)
-    yield Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER, with_step
-    yield Outcome.HAS_LOSS, loss_argument(extra_args)[1] is not None
-    yield Outcome.HAS_BATCH_ID, extra_args.get("batch_id") is not None
-    yield Outcome.HAS_TAPS, extra_args.get("taps") is not None
-    yield Outcome.GUARD_FAILED, after.get("guard_failed", 0) > 0
-    for key, value in after.items():
-        name = key.partition("/")[0]
-        if name.startswith("skipped_"):  # the flag of a cause has the name of its metric
-            yield Outcome.SKIPPED | WORDS.get(name, 0), value > before[key]
-        elif name == "empty_windows":
-            yield Outcome.EMPTY_WINDOW, value > before[key]
+def _outcome(
+    inner_state: Tree, extra_args: ExtraArgs, found: dict[str, Array], with_step: bool
+) -> Array:
+    """Return the flags of a row: the outcome of the call, and what was measured and passed."""
+    flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
+    batch = micro_batch_of(extra_args)
+    flags |= jnp.where(batch.is_given, int(Outcome.HAS_GRADIENT), 0)
+    flags |= jnp.where(found.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
+    known = {
+        Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,
+        Outcome.HAS_LOSS: loss_argument(extra_args)[1] is not None,
+        Outcome.HAS_BATCH_ID: extra_args.get("batch_id") is not None,
+        Outcome.HAS_TAPS: extra_args.get("taps") is not None,
+    }
+    return flags | sum(int(flag) for flag, is_set in known.items() if is_set)
 
 
 def _written(state: WatchState, ints: Iterable[Any], floats: Iterable[Any]) -> WatchState:

@@ -67,6 +67,7 @@ class Loss:
         """Check the arguments of a call, and separate the parameters from the batch."""
         split = bind_split(args, parts, self.argnums, self.batch_argnums)
         size = batch_size({f"args[{i}]": args[i] for i in split.batches})
+        split._replace(size=size, parts=1).warn_of_unsplit(args, kwargs)
         params = split.differentiated_of(args)
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 

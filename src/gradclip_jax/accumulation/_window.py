@@ -1,4 +1,4 @@
-"""The state of an accumulation, and functions that read or change it between calls."""
+"""Functions that read or change the window of an accumulation between calls."""
 
 from typing import Any, NamedTuple
 
@@ -10,51 +10,11 @@ import optax
 from .._checks import check_transformation, is_float0, is_traced
 from .._errors import public, type_error
 from .._run_if import run_step
-from .._states import (
-    discard_windows,
-    find_states,
-    kind_of,
-    plain_arrays,
-    register_state,
-    with_structure_of,
-)
+from .._states import find_states, is_own_state, plain_arrays, replace_states, with_structure_of
 from .._types import Array, HostArray, Path, Scalar, Tree
-from ..gates._gate import params_of
-
-
-@register_state(
-    "mini_step", "gradient_step", "empty_windows", inner="inner_opt_state", role="accumulation"
-)
-class AccumulationState(NamedTuple):
-    """The accumulated micro-batches, and the state of the inner optimizer.
-
-    Attributes:
-        mini_step: Number of micro-batches in the current accumulation window, int32[].
-        gradient_step: Number of completed windows, including those that an inner guard skipped,
-            int32[].
-        inner_opt_state: State of the inner optimizer.
-        acc_grads: Weighted sum of gradients, in the accumulator's dtype, or () for `every=1`; the
-            values are ignored while `mini_step` is 0. Divide it by `total_weight` for the mean.
-        total_weight: Sum of the accumulated weights, float32[].
-        accumulation_steps: Length of the window, int32[].
-        micro_batch_count: Number of all micro-batches so far, int32[].
-        emitted: 1 if the last call emitted a window, else 0, int32[].
-        empty_windows: Number of windows that closed without weight, int32[].
-        loss_sum: Weighted sum of the losses in the current window, float32[].
-        loss_weight: Sum of the weights of these losses, float32[].
-    """
-
-    mini_step: Scalar
-    gradient_step: Scalar
-    inner_opt_state: Tree
-    acc_grads: Tree
-    total_weight: Scalar
-    accumulation_steps: Scalar
-    micro_batch_count: Scalar
-    emitted: Scalar
-    empty_windows: Scalar
-    loss_sum: Scalar
-    loss_weight: Scalar
+from ..wrappers._accumulation import AccumulationState
+from ..wrappers._guard import params_of
+from ..wrappers._state import WrapperState
 
 
 class AccumulationStats(NamedTuple):
@@ -90,8 +50,8 @@ def flush(
     | part of `tx` | result |
     | --- | --- |
     | an open window | the inner optimizer runs on its mean gradient |
-    | a window without micro-batches | zero update, state unchanged |
-    | a guard around the accumulation, such as a loss scale | changes only if it drops the window |
+    | a window without micro-batches | zero update; `has_updated` is False |
+    | a guard around the accumulation, such as a loss scale | counts a skip if it drops the window |
     | a clip or a schedule outside the accumulation | its state does not change |
     | a group of `optax.partition` without an accumulation | zero update, state unchanged |
 
@@ -122,9 +82,9 @@ def flush(
     windows = _accumulations(arrays)
     is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
     update = optax.with_extra_args_support(tx).update
-    ours = {"weight": jnp.float32(0), "flush": True}
     places = {path for path, _ in jax.tree.leaves_with_path(params_of(params))}
-    covered = {path for x in windows for path, _ in jax.tree.leaves_with_path(x.acc_grads)}
+    totals = [x.gradient.total for x in windows]
+    covered = {path for x in totals for path, _ in jax.tree.leaves_with_path(x)}
     # A wrapper such as `optax.flatten` may rename the parameters.
     others = places - covered if covered <= places else set[Path]()
 
@@ -137,24 +97,35 @@ def flush(
         return jnp.zeros_like(update) if path in others and not is_float0(update) else update
 
     def close(state: Tree) -> tuple[Tree, Tree]:
-        nothing = jax.tree.map(zero, params_of(params))
-        updates, flushed = update(nothing, state, params, **ours, **extra_args)
+        no_gradient = jax.tree.map(zero, params_of(params))
+        ours = {"weight": jnp.zeros((), jnp.float32), "flush": True}
+        updates, flushed = update(no_gradient, state, params, **ours, **extra_args)
         return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
-    updates, flushed = run_step(is_open, close, arrays)
+    updates, flushed = run_step(is_open, close, _without_outcomes(arrays))
     return updates, with_structure_of(state, flushed)
 
 
+def _without_outcomes(state: Tree) -> Tree:
+    """Clear the outcomes of the last call, because guards without a window do not run."""
+
+    def clear(node: WrapperState) -> WrapperState:
+        return node._replace(outcome=jnp.zeros_like(node.outcome))
+
+    return replace_states(state, WrapperState, clear)
+
+
 def _with_windows(old: Tree, new: Tree) -> Tree:
-    """Return the old state with the new states of accumulations and of what is around them."""
+    """Return the old state, with the new states of `watch` and of all accumulations."""
 
     def select(old: Tree, new: Tree) -> Tree:
-        name = kind_of(old).inner
-        if isinstance(old, AccumulationState) or not name:
-            return new if name else old
-        return new._replace(**{name: _with_windows(getattr(old, name), getattr(new, name))})
+        if isinstance(old, WrapperState):
+            return new if old.accumulation else old
+        if not hasattr(old, "inner_state") or not is_own_state(old):
+            return old
+        return new._replace(inner_state=_with_windows(old.inner_state, new.inner_state))
 
-    return jax.tree.map(select, old, new, is_leaf=lambda node: bool(kind_of(node).inner))
+    return jax.tree.map(select, old, new, is_leaf=is_own_state)
 
 
 @public
@@ -181,7 +152,8 @@ def reset_accumulation(state: Tree) -> Tree:
     """
     arrays = plain_arrays(state)
     _accumulations(arrays)
-    return with_structure_of(state, discard_windows(arrays, True))
+    emptied = replace_states(arrays, AccumulationState, lambda window: window.close_if(True))
+    return with_structure_of(state, emptied)
 
 
 @public
@@ -207,7 +179,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
-    sizes = [x.size for x in jax.tree.leaves(window.acc_grads)]
+    sizes = [x.size for x in jax.tree.leaves(window.gradient.total)]
     return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
 
 

@@ -1,0 +1,113 @@
+"""Weighted sums of trees over micro-batches.
+
+mean = sum(weight_i * x_i) / sum(weight_i)
+
+The same sum accumulates gradients and losses over calls, and gradients and outputs over the
+micro-batches of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._checks import check_number, is_float0, shortened
+from ._devices import summand
+from ._errors import type_error
+from ._types import Array, Scalar, Tree
+from .norms._leaves import wide_dtype
+from .norms._mesh import reshard_like, zeros_of_type
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+REDUCTIONS: Final = ("mean", "sum")
+
+
+class WeightedSum(NamedTuple):
+    """A weighted sum of trees.
+
+    Attributes:
+        total: Sum of the weighted trees, in the dtype of the accumulator. The values are ignored
+            while `weight` is 0, so that a sum is emptied without writing zeros.
+        weight: Sum of the weights, float32[].
+    """
+
+    total: Tree
+    weight: Scalar
+
+    def add(self, tree: Tree, weight: Scalar, is_added: Array) -> WeightedSum:
+        """Add a tree times its weight if `is_added`, which must not be a compile-time constant.
+
+        The addition is not conditional, because the host of a GPU would wait for its predicate.
+        Trees that are not added may contain NaN.
+        """
+        is_empty = self.weight == 0
+        weight = jnp.where(is_added, weight, 0)
+
+        def add(total: Array, x: Array) -> Array:
+            if is_float0(x):
+                return total
+            # float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
+            wide = wide_dtype(total.dtype)
+            x = summand(jnp.asarray(x), is_added).astype(wide)
+            # Old values are overwritten instead of multiplied by 0, because they may be NaN.
+            # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
+            old = jnp.where(is_empty, jnp.full_like(total, -0.0), total).astype(wide)
+            return reshard_like((old + x * weight.astype(wide)).astype(total.dtype), total)
+
+        return WeightedSum(jax.tree.map(add, self.total, tree), self.weight + weight)
+
+    def result(self, reduction: Reduction) -> Tree:
+        """Return the mean or the sum, in the dtypes of the accumulator."""
+        if reduction == "sum":
+            return self.total
+        divisor = jnp.where(self.weight > 0, self.weight, 1)
+
+        def divide(total: Array) -> Array:
+            wide = wide_dtype(total.dtype)
+            return (total.astype(wide) / divisor.astype(wide)).astype(total.dtype)
+
+        return jax.tree.map(divide, self.total)
+
+    def empty_if(self, is_emptied: Scalar | bool) -> WeightedSum:
+        """Return the sum without its terms if `is_emptied`."""
+        return self._replace(weight=jnp.where(is_emptied, 0, self.weight))
+
+
+def empty_sum(
+    like: Tree, dtype_of: Callable[[DTypeLike], DTypeLike] = lambda dtype: dtype
+) -> WeightedSum:
+    """Return a sum without terms; `dtype_of` maps the dtype of a term to that of its sum."""
+    total = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
+    return WeightedSum(total, jnp.zeros((), jnp.float32))
+
+
+def check_dtype(argument: str, value: Any) -> None:
+    """Raise if a value is neither None nor a real floating dtype."""
+    try:
+        is_valid = value is None or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        rule = "a real floating dtype, or None for the dtype of the gradient"
+        hint = "Use jnp.float32, or jnp.bfloat16 to save memory."
+        raise type_error(argument, rule, shortened(value), hint)
+
+
+def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike | None) -> DTypeLike:
+    """Return the dtype of a sum of gradients of dtype `kind`; 64-bit dtypes are kept."""
+    if dtype is None or jnp.finfo(kind).bits == 64:
+        return kind
+    return wide_dtype(kind, dtype) if jnp.issubdtype(kind, jnp.complexfloating) else dtype
+
+
+def as_weight(weight: Any) -> Scalar:
+    """Convert a weight to float32[]; NaN is allowed, because guards skip it."""
+    hint = "Pass the number of examples or tokens in the micro-batch."
+    if not (isinstance(weight, (float, np.floating)) and np.isnan(weight)):
+        check_number("weight", weight, hint, "[0, inf]")
+    return jnp.asarray(weight, jnp.float32)

@@ -1,1 +1,0 @@
-"""Guards and accumulations, which decide whether their inner transformation runs."""

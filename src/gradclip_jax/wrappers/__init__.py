@@ -1,0 +1,1 @@
+"""Guards and an accumulation around an optimizer, executed as one transformation."""

@@ -1,0 +1,197 @@
+"""The accumulation of micro-batches in a window, which yields one gradient for the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from .._checks import check_number, check_same_structure, describe, is_float0, is_scalar
+from .._errors import type_error
+from .._states import increment_where
+from .._types import Array, Count, Number, Scalar, Tree
+from .._weighted_sum import Reduction, WeightedSum, accumulator_dtype, as_weight
+from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
+from ._guard import ExtraArgs, loss_argument, params_of
+
+MAX_INT32 = np.iinfo(np.int32).max
+
+
+class AccumulationState(NamedTuple):
+    """The open window of an accumulation; counters are int32[] and saturate.
+
+    Attributes:
+        mini_step: Number of micro-batches in the window.
+        gradient_step: Number of steps of the inner transformation that were applied.
+        accumulation_steps: Length of the window.
+        micro_batch_count: Number of all micro-batches so far.
+        empty_windows: Number of windows that closed without weight.
+        gradient: Weighted sum of the gradients; its total is () for `every=1`.
+        loss: Weighted sum of the losses, float32[].
+    """
+
+    mini_step: Scalar
+    gradient_step: Scalar
+    accumulation_steps: Scalar
+    micro_batch_count: Scalar
+    empty_windows: Scalar
+    gradient: WeightedSum
+    loss: WeightedSum
+
+    def step_metrics(self) -> dict[str, Tree]:
+        """Return the entries of `metrics` for this state."""
+        names = "mini_step", "gradient_step", "empty_windows"
+        return {name: getattr(self, name) for name in names}
+
+    def close_if(self, closes: Scalar | bool) -> AccumulationState:
+        """Return the state without the micro-batches of the window if `closes`."""
+        return self._replace(
+            mini_step=jnp.where(closes, 0, self.mini_step),
+            gradient=self.gradient.empty_if(closes),
+            loss=self.loss.empty_if(closes),
+        )
+
+
+class MicroBatch(NamedTuple):
+    """The arguments of one call of an accumulation.
+
+    Attributes:
+        weight: Weight of the micro-batch, float32[].
+        flush: Whether the window closes in this call, bool[].
+        extra_args: Extra arguments of `update`, except for `weight` and `flush`.
+    """
+
+    weight: Scalar
+    flush: Scalar
+    extra_args: ExtraArgs
+
+    @property
+    def is_given(self) -> Scalar:
+        """Whether the call passes a gradient; the function `flush` passes zeros of weight 0."""
+        return ~(self.flush & (self.weight == 0))
+
+
+def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
+    """Read the extra arguments of an accumulation from those of `update`."""
+    flush = extra_args.get("flush", False)
+    if not is_scalar(flush, jnp.bool_):
+        hint = "Pass True to close the window in this call."
+        raise type_error("flush", "a bool scalar", describe(flush), hint)
+    others = {name: x for name, x in extra_args.items() if name not in ("weight", "flush")}
+    weight = extra_args.get("weight")
+    return MicroBatch(as_weight(1 if weight is None else weight), jnp.asarray(flush), others)
+
+
+class Accumulation(NamedTuple):
+    """The arguments of `accumulate_gradients`, and what it does with micro-batches."""
+
+    every: Count | Callable[[Scalar], Number]
+    reduction: Reduction
+    dtype: DTypeLike | None
+    name: str = "accumulate_gradients"
+
+    @property
+    def needs_no_sum(self) -> bool:
+        """Whether each window is known to consist of one micro-batch."""
+        return isinstance(self.every, (int, np.integer)) and self.every == 1
+
+    def length(self, gradient_step: Scalar) -> Scalar:
+        """Return the number of micro-batches in the window of a gradient step, in [1, 2^31)."""
+        length = self.every(gradient_step) if callable(self.every) else self.every
+        check_number("every", length, "Return the length of the next window.", "[1, inf]")
+        if isinstance(length, (int, np.integer)):
+            return jnp.int32(min(int(length), MAX_INT32))
+        value = jnp.asarray(length)
+        is_long = ~(value < MAX_INT32)  # also for NaN
+        return jnp.where(is_long, MAX_INT32, jnp.maximum(value.astype(jnp.int32), 1))
+
+    def init(self, params: Tree) -> AccumulationState:
+        """Return a state without accumulated micro-batches."""
+        check_placement("params", params)
+
+        def empty(param: Array) -> Array:
+            kind = jnp.result_type(param)
+            if not jnp.issubdtype(kind, jnp.inexact):
+                return jnp.zeros((), self.dtype)  # unused
+            return jnp.zeros_like(param, accumulator_dtype(kind, self.dtype))
+
+        counts = ("mini_step", "gradient_step", "micro_batch_count", "empty_windows")
+        total = () if self.needs_no_sum else jax.tree.map(empty, params_of(params))
+        zero = (jnp.zeros((), jnp.float32) for _ in range(3))  # each with its own buffer
+        return AccumulationState(
+            accumulation_steps=self.length(jnp.zeros((), jnp.int32)),
+            gradient=WeightedSum(total, next(zero)),
+            loss=WeightedSum(next(zero), next(zero)),
+            **{name: jnp.zeros((), jnp.int32) for name in counts},
+        )
+
+    def add(
+        self, state: AccumulationState, grads: Tree, batch: MicroBatch, accepted: Scalar | bool
+    ) -> tuple[AccumulationState, Scalar]:
+        """Add a micro-batch unless a guard rejected it; return whether the window closes."""
+        arrived = batch.is_given & accepted
+        mini_step = state.mini_step + arrived.astype(jnp.int32)
+        length = self.length(state.gradient_step)
+        is_full = arrived & (mini_step >= length)
+        # The comparison with `mini_step` keeps XLA from knowing the predicate; see `summand`.
+        is_added = arrived & (batch.weight != 0) & (mini_step > 0)
+        gradient = state.gradient
+        if self.needs_no_sum:
+            gradient = WeightedSum((), jnp.where(is_added, batch.weight, 0))
+        else:
+            check_same_structure(grads, gradient.total)
+            gradient = gradient.add(grads, batch.weight, is_added)
+        state = state._replace(
+            mini_step=mini_step,
+            accumulation_steps=jnp.where(mini_step > 0, length, state.accumulation_steps),
+            micro_batch_count=increment_where(state.micro_batch_count, arrived),
+            gradient=gradient,
+            loss=self._add_loss(state.loss, batch, is_added),
+        )
+        return state, (mini_step > 0) & (is_full | batch.flush)
+
+    def _add_loss(self, loss: WeightedSum, batch: MicroBatch, is_added: Scalar) -> WeightedSum:
+        """Add the loss of a micro-batch, if there is one."""
+        name, value = loss_argument(batch.extra_args)
+        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+            return loss
+        value = jnp.asarray(value)
+        check_equal_on_devices(name, value, varying_axes(loss.total), name)
+        return loss.add(value.astype(jnp.float32), batch.weight, is_added)
+
+    def close(
+        self, state: AccumulationState, grads: Tree, batch: MicroBatch
+    ) -> tuple[Tree, ExtraArgs]:
+        """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
+
+        The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
+        """
+        if self.needs_no_sum:  # the gradient keeps its dtype
+            gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
+        else:
+            result = state.gradient.result(self.reduction)
+            gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, result)
+        extra_args = dict(batch.extra_args)
+        name, value = loss_argument(extra_args)
+        if is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+            extra_args[name] = state.loss.result(self.reduction)
+        structure = jax.tree.structure(gradient)
+        if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == structure:
+            extra_args["grad"] = gradient
+        return gradient, extra_args
+
+    def finish(
+        self, state: AccumulationState, closes: Scalar, is_applied: Scalar
+    ) -> AccumulationState:
+        """Return the state after the call, with the counts of windows and steps."""
+        is_empty = closes & ~(state.gradient.weight > 0)
+        state = state._replace(
+            gradient_step=increment_where(state.gradient_step, is_applied),
+            empty_windows=increment_where(state.empty_windows, is_empty),
+        )
+        return state.close_if(closes)

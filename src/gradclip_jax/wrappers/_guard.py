@@ -1,0 +1,125 @@
+"""What a guard consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._checks import check_count, check_transformation, describe, is_scalar
+from .._errors import type_error, value_error
+from .._types import AxisName, Count, Scalar, Tree
+from ..norms._leaves import measured_leaves
+from ..norms._mask import Mask, check_mask, zero_excluded
+from ..norms._mesh import shard_axes
+from ..norms._norm import norm_of_leaves
+
+ExtraArgs: TypeAlias = dict[str, Any]
+"""The extra arguments of `update` by name."""
+
+Rejections: TypeAlias = dict[str, Scalar | bool]
+"""For each cause of a guard, whether the guard rejects a step because of it."""
+
+
+class Guard(NamedTuple):
+    """A guard, which skips the steps that one of its checks rejects.
+
+    A guard does not know the accumulation or the other guards. `WrapperUpdate` calls its functions
+    and counts the skips. All results must be the same on all devices.
+
+    Attributes:
+        name: Name of the public function, for errors and profiles.
+        causes: Names of the causes for which the guard rejects a step.
+        check: Function `(grads, norm, rule_state, params, extra_args) -> (rejections, observed)`
+            that checks a gradient, whose norm is `norm`; `observed` is a pytree for `advance`.
+        init: Function `params -> rule_state` that returns the state of the guard itself.
+        advance: Function `(rule_state, observed, skipped) -> rule_state`. It is used after a step
+            that this guard skips, and after one that no guard rejects.
+        unscale: Function `(grads, rule_state) -> grads` that is applied before the check.
+        checks_window: Whether `check` is also called with the gradient of a window, if the guard is
+            outside an accumulation.
+        check_step: Function `(updates, before, after, params) -> rejections` that checks a computed
+            step and the inner states before and after it, or None.
+        has_failed: Function `(rule_state, skipped) -> bool[]` that returns whether training cannot
+            recover from a skip.
+        trainable: Leaves that are checked; other leaves reach the inner transformation as zeros.
+        axis_name: Mapped axes over which every leaf is sharded.
+        max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set, or
+            None for no limit.
+    """
+
+    name: str
+    causes: tuple[str, ...]
+    check: Callable[..., tuple[Rejections, Tree]]
+    init: Callable[[Tree], Tree] = lambda params: ()
+    advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
+    unscale: Callable[[Tree, Tree], Tree] = lambda grads, rule_state: grads
+    checks_window: bool = True
+    check_step: Callable[..., Rejections] | None = None
+    has_failed: Callable[[Tree, Scalar], Scalar | bool] = lambda rule_state, skipped: False
+    trainable: Mask = None
+    axis_name: AxisName = None
+    max_consecutive_skips: Count | None = None
+
+    def receive(self, grads: Tree, rule_state: Tree, params: Tree) -> Tree:
+        """Unscale a gradient, and set the leaves that are not trainable to zero."""
+        return zero_excluded(self.trainable, self.unscale(grads, rule_state), params_of(params))
+
+    def norm(self, grads: Tree) -> Scalar:
+        """Return the norm of a gradient on all devices."""
+        return norm_of_leaves(measured_leaves(grads), 2.0, self.axis_name)
+
+
+def check_guard_arguments(
+    inner: object, axis_name: AxisName, trainable: Mask, max_consecutive_skips: Count | None = None
+) -> None:
+    """Raise if an argument that all guards and `watch` share is invalid."""
+    check_transformation("inner", inner)
+    if axis_name == ():
+        rule = "None or the names of mapped axes, because all devices must decide alike"
+        raise value_error("axis_name", rule, "()", "Pass the axes over which leaves are sharded.")
+    if max_consecutive_skips is not None:
+        check_count("max_consecutive_skips", max_consecutive_skips, "Pass None for no limit.")
+    check_mask(trainable)
+
+
+def params_of(params: Tree) -> Tree:
+    """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
+    """Return the name and the value of the loss; the value is None if no loss was passed."""
+    value, loss = extra_args.get("value"), extra_args.get("loss")
+    # The inner transformation may read another `loss`, which is not a number.
+    is_loss = value is None and is_scalar(loss, jnp.floating, jnp.integer, jnp.bool_)
+    return ("loss", loss) if is_loss else ("value", value)
+
+
+def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
+    """Return the mean loss over all devices, or None if no loss was passed."""
+    _, value = loss_argument(extra_args)
+    return None if value is None else mean_loss(extra_args, axis_name)
+
+
+def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
+    """Return the loss in float32, averaged over devices if it differs between them."""
+    name, value = loss_argument(extra_args)
+    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
+        raise type_error(name, "a real scalar", describe(value), hint)
+    loss = jnp.asarray(value, jnp.float32)
+    axes = shard_axes(loss, axis_name)
+    return lax.pmean(loss, tuple(sorted(axes))) if axes else loss
+
+
+def any_of(rejections: Tree) -> Scalar | bool:
+    """Return whether any flag in a tree of rejections is true; False without flags."""
+    found: Scalar | bool = False
+    for flag in jax.tree.leaves(rejections):
+        found = flag if found is False else found | flag
+    return found

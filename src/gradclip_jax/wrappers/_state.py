@@ -1,0 +1,172 @@
+"""The state of guards and an accumulation, and the outcome of a call."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_no_transformation
+from .._errors import public
+from .._states import combined, plain_arrays
+from .._types import Array, Scalar, Tree
+
+
+class Outcome(enum.IntFlag):
+    """What is known about a step; the bits of the column `outcome` of `Rows`.
+
+    | flag | meaning |
+    | --- | --- |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
+    | `HAS_UNITS` | norms of units; in a log, only some rows have them |
+    | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
+    | `APPLIED` | the optimizer ran, or the update is nonzero |
+    | `CLIPPED` | applied, and a factor is below 1 |
+    | `SKIPPED` | a guard skipped the step or the micro-batch |
+    | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
+    | `ACCUMULATED` | an accumulation only added the micro-batch |
+    | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
+    | `GUARD_FAILED` | a guard has failed |
+    | `REPLICA_DIFFERS` | the parameters of one replica differ |
+
+    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
+        >>> params = {"w": jnp.ones(2)}
+        >>> _, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
+        >>> rows = gcx.Monitor(params).read(state).rows
+        >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
+        [True]
+    """
+
+    # The values are stored in checkpoints.
+    HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
+    HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
+    APPLIED, CLIPPED, ACCUMULATED, SKIPPED = 0x200, 0x400, 0x800, 0x2000
+    SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
+    GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS, SKIPPED_OTHER = 0x20000, 0x40000, 0x80000, 0x100000
+
+
+class GuardState(NamedTuple):
+    """State of one guard.
+
+    Attributes:
+        skipped: Number of steps that this guard skipped for each cause, int32[].
+        rule_state: State of the guard itself: of its thresholds, its loss scale or its `SkipRule`.
+    """
+
+    skipped: dict[str, Scalar]
+    rule_state: Tree
+
+
+class WrapperState(NamedTuple):
+    """State of guards and an accumulation that are directly around each other.
+
+    Attributes:
+        outcome: Flags of `Outcome` for the last call, int32[]; 0 before the first call.
+        grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
+            without guards.
+        consecutive_skips: Number of calls without an applied or accumulated gradient since the last
+            applied step, int32[].
+        guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
+            ever too small, else 0, int32[].
+        outer: State of each guard around the accumulation, from the outermost to the innermost.
+        accumulation: `AccumulationState`, or None without an accumulation.
+        guards: State of each guard inside the accumulation, or of all guards without one.
+        inner_state: State of the inner transformation.
+    """
+
+    outcome: Scalar
+    grad_norm: Scalar | None
+    consecutive_skips: Scalar
+    guard_failed: Scalar
+    outer: tuple[GuardState, ...]
+    accumulation: Tree
+    guards: tuple[GuardState, ...]
+    inner_state: Tree
+
+    def step_metrics(self) -> dict[str, Tree]:
+        """Return the entries of `metrics` for the guards and the accumulation."""
+        found: dict[str, list[Tree]] = {}
+        guards = self.outer + self.guards
+        if guards:
+            names = "grad_norm", "consecutive_skips", "guard_failed"
+            found = {name: [getattr(self, name)] for name in names}
+        for guard in guards:
+            for cause, count in guard.skipped.items():
+                found.setdefault(f"skipped_{cause}", []).append(count)
+        for part in (*(guard.rule_state for guard in guards), self.accumulation):
+            for name, value in part.step_metrics().items() if hasattr(part, "step_metrics") else ():
+                found.setdefault(name, []).append(value)
+        return {name: combined(name, values) for name, values in found.items()}
+
+
+def outcome_of(state: Tree) -> Scalar:
+    """Return what the last call did, as flags of `Outcome`; `APPLIED` without a guard.
+
+    If a state contains several guards or accumulations side by side, as in `optax.partition`, their
+    flags are combined.
+    """
+    kinds = WrapperState, optax.MultiStepsState, optax.ApplyIfFiniteState
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    found = [_outcome_of_node(node) for node in nodes if isinstance(node, kinds)]
+    outcome = found[0] if found else jnp.int32(int(Outcome.APPLIED))
+    for other in found[1:]:
+        outcome |= other
+    return outcome
+
+
+def _outcome_of_node(node: Tree) -> Array:
+    """Return the outcome of a state of a guard or accumulation of this package or of Optax."""
+    if isinstance(node, WrapperState):
+        return jnp.asarray(node.outcome)
+    if isinstance(node, optax.MultiStepsState):
+        is_closed = (jnp.asarray(node.mini_step) == 0) & (jnp.asarray(node.gradient_step) > 0)
+        ran, other = outcome_of(node.inner_opt_state), Outcome.ACCUMULATED
+        return jnp.where(is_closed, ran, int(other))
+    other = Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
+    return jnp.where(node.last_finite, outcome_of(node.inner_state), int(other))
+
+
+@public
+def has_updated(state: Tree) -> Array:
+    """Return whether the last update applied an optimizer step.
+
+    Use this function to count optimizer steps, or to update other state, such as batch
+    normalization statistics, only after applied steps.
+
+    | state | result |
+    | --- | --- |
+    | a guard skipped the step, or the window is still open or was dropped | False |
+    | the same for `optax.apply_if_finite` and `optax.MultiSteps` | False |
+    | a guard or an accumulation before the first call | False |
+    | no guard or accumulation | True |
+    | several guards or accumulations, as in `optax.partition` | whether any applied a step |
+
+    Args:
+        state: Optimizer state, or a pytree that contains optimizer states.
+
+    Returns:
+        A bool[], with the leading axes of a vmapped state.
+
+    Raises:
+        TypeError: If `state` is a gradient transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.skip_nonfinite(gcx.skip_spikes(optax.sgd(1.0), norm=10.0))
+        >>> params = jnp.zeros(1)
+        >>> state, steps = tx.init(params), 0
+        >>> for grad in (1.0, jnp.nan, 50.0, 2.0):
+        ...     params, state = gcx.apply_gradients(tx, jnp.array([grad]), state, params)
+        ...     steps += int(gcx.has_updated(state))
+        >>> steps
+        2
+    """
+    check_no_transformation(state)
+    return outcome_of(plain_arrays(state)) & int(Outcome.APPLIED) != 0
