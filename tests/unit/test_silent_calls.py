@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -36,6 +37,14 @@ def restored(tx):
     return step(tx, state)
 
 
+def clipped_by(**arguments):
+    return lambda: step(gcx.clip_by_norm(1.0, **arguments))
+
+
+def clipped_to(init=lambda norm: (), update=lambda norm, state, param_norm: (norm, state)):
+    return lambda: step(gcx.clip_by_global_norm(rules.Rule(init, update)))
+
+
 def loss_of_batch(w, x):
     return jnp.mean((x @ w)[:, 0])
 
@@ -59,7 +68,23 @@ MISTAKES = {
     "arity of advance": (skip_rule(advance=lambda s: s), "`predicate`.*advance"),
     "arity of init": (skip_rule(init=lambda: ()), "`predicate`.*init"),
     "arity of a predicate": (lambda: step(gcx.skip_if(sgd, lambda grads: True)), "`predicate`.*grads, params"),
-    "arity of a reaction": (lambda: step(gcx.clip_by_norm(1.0, reaction=lambda norm: 1.0)), "`reaction`.*norm, threshold"),
+    "arity of a reaction": (clipped_by(reaction=lambda norm: 1.0), "`reaction`.*norm, threshold"),
+    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`"),
+    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`"),
+    "factor above 1": (clipped_by(reaction=lambda norm, threshold: 16.7), "`reaction`"),
+    "factor below 0": (clipped_by(reaction=lambda norm, threshold: -1.0), "`reaction`"),
+    "factor of an example": (lambda: gcx.per_example.value_and_grad(jnp.dot, 1.0, reaction=lambda norm, threshold: 16.7)(jnp.ones(2), jnp.ones((3, 2))), "`reaction`"),
+    "axis uncalled": (clipped_by(granularity=gcx.granularities.axis), r"`granularity`.*axis\("),
+    "layer uncalled": (clipped_by(granularity=gcx.granularities.layer), r"`granularity`.*layer\("),
+    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), "`max_norm`.*update"),
+    "arity of Rule.init": (clipped_to(init=lambda: ()), "`max_norm`.*init"),
+    "vector of a rule": (clipped_to(update=lambda n, s, p: (jnp.ones(5), s)), "`max_norm`.*[Rr]ule"),
+    "string of a rule": (clipped_to(update=lambda n, s, p: ("1", s)), "`max_norm`.*[Rr]ule"),
+    "state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, (s, s))), "`max_norm`.*[Rr]ule"),
+    "negative norms": (lambda: gcx.combine_norms([-3.0, 4.0]), "`norms"),
+    "negative array of norms": (lambda: gcx.combine_norms(jnp.array([-3.0, 4.0]), ord=1), "`norms"),
+    "negative norm": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm=-1.0), "`norm`"),
+    "vector of norms": (lambda: gcx.clip_grad_norm(jnp.ones((2, 3)), 1.0, norm=np.array([1.0, 10.0, 100.0])), "`norm`"),
     "loss of a whole batch": (lambda: gcx.per_example.value_and_grad(loss_of_batch, 1.0)(jnp.ones((2, 1)), jnp.ones((3, 2))), r"x\[None\]"),
     "value of shape (1,)": (lambda: step(accumulate(sgd, 2), value=jnp.ones(1)), "`value`"),
     "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "nonfinite_leaves: .*jit"),
