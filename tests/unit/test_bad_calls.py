@@ -199,6 +199,7 @@ KINDS = {
     ),
     "order": (("ord",), [0, -1.0, 3, math.nan, "2", np.ones(2)], [W]),
     "axis": (("axis",), [], ["0", 1.5, True, [0, [1]]]),
+    "axis name": (("axis_name", "replica_axis"), [], [["data"], 0, ("data", 1), {"data"}, b"data"]),
     "dtype": (("accumulator_dtype",), [], ["float33", jnp.int32, jnp.complex64, None]),
     "function": (("fun",), [], [GRADS]),
     "transformation": (("inner", "tx"), [], ["adam", optax.adam, GRADS, 2]),

@@ -1,0 +1,252 @@
+"""Calls and readers that once failed with a misleading error, or accepted a wrong state."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradclip_jax as gcx
+
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+LABELS = {"w": "a", "b": "b"}
+sgd = optax.sgd(1.0)
+clip, CHAIN = gcx.clip_by_global_norm(1.0), optax.chain(optax.clip(1.0), optax.adam(1.0))
+accumulate, microbatched = gcx.accumulate_gradients, gcx.microbatched_value_and_grad
+rules, scaled = gcx.thresholds, gcx.dynamic_loss_scale(sgd)
+
+
+def step(tx, state=None, grads=PARAMS, **extra):
+    state = tx.init(PARAMS) if state is None else state
+    return optax.with_extra_args_support(tx).update(grads, state, PARAMS, **extra)
+
+
+def skip_rule(init=lambda p: (), skip=lambda g, s, p: (False, ()), advance=lambda s, o, k: s):
+    return lambda: step(gcx.skip_if(sgd, gcx.SkipRule(init, skip, advance)))
+
+
+def restored(tx):
+    """A step after a checkpoint restored the tuples of a state as lists."""
+
+    def is_tuple(node):
+        return type(node) is tuple
+
+    state = jax.tree.map(lambda x: list(x) if is_tuple(x) else x, tx.init(PARAMS), is_leaf=is_tuple)
+    return step(tx, state)
+
+
+def clipped_by(**arguments):
+    return lambda: step(gcx.clip_by_norm(1.0, **arguments))
+
+
+def clipped_to(init=lambda norm: (), update=lambda norm, state, param_norm: (norm, state)):
+    return lambda: step(gcx.clip_by_global_norm(rules.Rule(init, update)))
+
+
+def loss_of_batch(w, x):
+    return jnp.mean((x @ w)[:, 0])
+
+
+# The call, and what the error names: the argument, or the line to write.
+# fmt: off
+MISTAKES = {
+    "params before state": (lambda: gcx.apply_gradients(gcx.skip_nonfinite(sgd), PARAMS, PARAMS, gcx.skip_nonfinite(sgd).init(PARAMS)), "`(state|params)`.*state, params"),
+    "limit by position": (lambda: gcx.skip_nonfinite(sgd, 5), "max_consecutive_skips="),
+    "norm by position": (lambda: gcx.skip_spikes(sgd, 10.0), "norm="),
+    "every_k_schedule": (lambda: accumulate(sgd, every_k_schedule=2), "`every`|every="),
+    "norm_type": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm_type=2), "`ord`|ord="),
+    "clipnorm": (lambda: gcx.clip_by_global_norm(clipnorm=1.0), "max_norm"),
+    "state without loss": (lambda: step(gcx.skip_spikes(sgd, norm=1.0, loss=1.0), gcx.skip_spikes(sgd, norm=1.0).init(PARAMS), value=1.0), "`state`.*convert_state"),
+    "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "`state`.*list"),
+    "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "`state`.*list"),
+    "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), "`state`.*vmap"),
+    "watch(of=None)": (lambda: gcx.watch(sgd, of=None), "`of`"),
+    "arity of should_skip": (skip_rule(skip=lambda g, s: (False, ())), "`predicate`.*should_skip"),
+    "result of should_skip": (skip_rule(skip=lambda g, s, p: False), "`predicate`.*should_skip"),
+    "arity of advance": (skip_rule(advance=lambda s: s), "`predicate`.*advance"),
+    "arity of init": (skip_rule(init=lambda: ()), "`predicate`.*init"),
+    "arity of a predicate": (lambda: step(gcx.skip_if(sgd, lambda grads: True)), "`predicate`.*grads, params"),
+    "arity of a reaction": (clipped_by(reaction=lambda norm: 1.0), "`reaction`.*norm, threshold"),
+    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`"),
+    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`"),
+    "factor above 1": (clipped_by(reaction=lambda norm, threshold: 16.7), "`reaction`"),
+    "factor below 0": (clipped_by(reaction=lambda norm, threshold: -1.0), "`reaction`"),
+    "factor of an example": (lambda: gcx.per_example.value_and_grad(jnp.dot, 1.0, reaction=lambda norm, threshold: 16.7)(jnp.ones(2), jnp.ones((3, 2))), "`reaction`"),
+    "axis uncalled": (clipped_by(granularity=gcx.granularities.axis), r"`granularity`.*axis\("),
+    "layer uncalled": (clipped_by(granularity=gcx.granularities.layer), r"`granularity`.*layer\("),
+    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), "`max_norm`.*update"),
+    "arity of Rule.init": (clipped_to(init=lambda: ()), "`max_norm`.*init"),
+    "vector of a rule": (clipped_to(update=lambda n, s, p: (jnp.ones(5), s)), "`max_norm`.*[Rr]ule"),
+    "string of a rule": (clipped_to(update=lambda n, s, p: ("1", s)), "`max_norm`.*[Rr]ule"),
+    "state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, (s, s))), "`max_norm`.*[Rr]ule"),
+    "negative norms": (lambda: gcx.combine_norms([-3.0, 4.0]), "`norms"),
+    "negative array of norms": (lambda: gcx.combine_norms(jnp.array([-3.0, 4.0]), ord=1), "`norms"),
+    "negative norm": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm=-1.0), "`norm`"),
+    "vector of norms": (lambda: gcx.clip_grad_norm(jnp.ones((2, 3)), 1.0, norm=np.array([1.0, 10.0, 100.0])), "`norm`"),
+    "loss of a whole batch": (lambda: gcx.per_example.value_and_grad(loss_of_batch, 1.0)(jnp.ones((2, 1)), jnp.ones((3, 2))), r"x\[None\]"),
+    "value of shape (1,)": (lambda: step(accumulate(sgd, 2), value=jnp.ones(1)), "`value`"),
+    "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "nonfinite_leaves: .*jit"),
+    "pairwise aux": (lambda: microbatched(lambda p, x: (p * x.sum(), x[:, None] * x), 2, has_aux=True)(1.0, jnp.ones(4)), "`aux_reduction`"),
+    "probes from a string": (lambda: gcx.taps.make_probes("hidden"), "`names`"),
+    "weight of flush": (lambda: gcx.flush(accumulate(sgd, 2), accumulate(sgd, 2).init(PARAMS), PARAMS, weight=1.0), "`weight`"),
+    "loss of integers": (lambda: gcx.scale_loss(scaled.init(PARAMS), 3), "`loss`"),
+    "capped number": (lambda: rules.capped(1.0, 2.0), "`rule`"),
+    "axis of heads": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, jnp.ones(4), head_axis="a"), "`head_axis`"),
+    "logits": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, "a"), "`max_logits`"),
+    "number of layers": (lambda: gcx.taps.make_probes(["a"], num_layers=1.5), "`num_layers`"),
+    "functions of Rule": (lambda: rules.Rule(1.0, 2.0), "`init`"),
+    "functions of SkipRule": (lambda: gcx.SkipRule(1, 2, 3), "`init`"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_likely_mistake_raises_an_error_that_says_what_to_write(name):
+    call, wanted = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+        call()
+    lines = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert "Equinox" not in lines[0]
+    assert any(re.search(wanted, line) for line in lines), lines
+
+
+AXES = {
+    "clip": lambda name: step(gcx.clip_by_global_norm(1.0, axis_name=name)),
+    "leaf": lambda name: step(gcx.clip_by_leaf_norm(1.0, axis_name=name)),
+    "norm": lambda name: gcx.global_norm(PARAMS, axis_name=name),
+    "guard": lambda name: step(gcx.skip_nonfinite(sgd, axis_name=name)),
+    "watch": lambda name: step(gcx.watch(sgd, axis_name=name)),
+    "replicas": lambda name: step(gcx.watch(sgd, replica_axis=name)),
+    "per_example": lambda name: gcx.per_example.value_and_grad(jnp.dot, 1.0, axis_name=name)(
+        jnp.ones(2), jnp.ones((3, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_the_name_of_an_axis_that_is_not_mapped_is_named_with_its_argument(name):
+    with pytest.raises((NameError, ValueError), match="`(axis_name|replica_axis)`.*nope"):
+        AXES[name]("nope")
+
+
+READERS = {
+    "metrics": gcx.metrics,
+    "has_updated": gcx.has_updated,
+    "last_row": gcx.last_row,
+    "update": lambda state: step(gcx.watch(gcx.skip_nonfinite(sgd)), state),
+    "reset": lambda state: gcx.reset_accumulation(state),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_donated_state_is_named_as_such(name):
+    tx = gcx.watch(gcx.skip_nonfinite(accumulate(sgd, 2) if name == "reset" else sgd))
+    state = tx.init(PARAMS)
+    jax.tree.map(lambda x: x.delete(), state)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match="donated"):
+        READERS[name](state)
+
+
+def test_labels_in_a_dict_for_params_in_a_frozen_dict_say_what_to_do():
+    frozen = pytest.importorskip("flax.core").FrozenDict
+    with pytest.raises(TypeError, match="FrozenDict"):
+        gcx.clip_by_group_norm(1.0, LABELS).init(frozen(PARAMS))
+
+
+def test_a_flax_model_with_dropout_says_how_to_split_it():
+    nnx = pytest.importorskip("flax.nnx")
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    with pytest.raises(TypeError, match="^microbatched_value_and_grad: .*nnx.split"):
+        microbatched(lambda model, x: jnp.mean(model(x)), 2)(model, jnp.ones((4, 2)))
+
+
+def test_integer_leaves_are_treated_alike_by_per_example_and_micro_batches():
+    params = {"w": jnp.float32(1.0), "i": jnp.int32(1)}
+
+    def result(fun):
+        try:
+            return fun(params, jnp.ones(4))[1]["i"].dtype
+        except TypeError as error:
+            assert "args[0]['i']" in str(error)
+            return "raises"
+
+    def loss(params, x):
+        return params["w"] * jnp.mean(x)
+
+    assert result(microbatched(loss, 2)) == result(gcx.per_example.value_and_grad(loss, 1.0))
+
+
+def test_raise_if_failed_names_the_guard_the_count_and_the_leaves():
+    def overflow(grads, state, params=None):
+        return grads, {**state, "w": state["w"] / 0}
+
+    inner = optax.GradientTransformation(lambda params: params, overflow)
+    tx = gcx.skip_nonfinite(inner, max_consecutive_skips=2)
+    _, state = step(tx)
+    gcx.raise_if_failed(state)
+    for _ in range(2):
+        _, state = step(tx, state, {**PARAMS, "w": jnp.array([1.0, jnp.nan])})
+    with pytest.raises(RuntimeError, match=r"(?s)skip_nonfinite.*2.*\['w'\]"):
+        gcx.raise_if_failed(state)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_batch_has_auxiliary_outputs_without_rows(count):
+    fun = microbatched(lambda w, x: (jnp.sum(w * x), x), count, has_aux=True)
+    (value, aux), grad = fun(1.0, jnp.zeros((0, 4)))
+    assert (float(value), aux.shape, float(grad)) == (0.0, (0, 4), 0.0)
+
+
+def test_a_sum_of_small_integers_does_not_wrap():
+    fun = microbatched(
+        lambda w, x: (jnp.sum(w * x), jnp.uint8(200)), 4, has_aux=True, aux_reduction="sum"
+    )
+    assert int(fun(1.0, jnp.ones(4))[0][1]) == 800
+
+
+OWN = rules.Rule(jnp.zeros_like, lambda norm, state, _: (norm + 1, state))
+SAME_SHAPES = {
+    "own": (OWN, rules.quantile()),
+    "percentile": (rules.percentile(50.0, window=8), rules.mean_std(window=8, warmup_steps=2)),
+}
+OWNERS = {
+    "clip_threshold": gcx.clip_by_global_norm,
+    "skip_threshold": lambda rule: gcx.skip_spikes(sgd, norm=rule),
+}
+
+
+@pytest.mark.parametrize("key", OWNERS)
+@pytest.mark.parametrize("name", SAME_SHAPES)
+def test_convert_state_initializes_a_rule_of_another_kind_with_the_same_shapes(name, key):
+    old, new = map(OWNERS[key], SAME_SHAPES[name])
+    state = None
+    for _ in range(3):
+        _, state = step(old, state)
+    converted = gcx.convert_state(new, state, PARAMS)
+    found, fresh = (gcx.metrics(step(new, x)[1]) for x in (converted, None))
+    assert found[key] == fresh[key]
+
+
+SCALED_CLIPS = {
+    "nested": optax.chain(optax.chain(clip), scaled),
+    "named": optax.named_chain(("clip", clip), ("scale", scaled)),
+    "masked": optax.chain(optax.masked(clip, {"w": True, "b": False}), scaled),
+    "inject": optax.chain(optax.inject_hyperparams(gcx.clip_by_global_norm)(1.0), scaled),
+    "watch": optax.chain(gcx.watch(clip), scaled),
+    "value": optax.chain(gcx.clip_by_value(1.0), scaled),
+}
+
+
+@pytest.mark.parametrize("name", SCALED_CLIPS)
+def test_scale_loss_finds_a_clip_of_scaled_gradients_in_any_chain(name):
+    with pytest.raises(TypeError, match="clip"):
+        gcx.scale_loss(SCALED_CLIPS[name].init(PARAMS), jnp.float32(1.0))
+
+
+def test_verify_step_reports_keys_that_change():
+    keys = iter("ab")
+    found = gcx.diagnostics.verify_step(lambda: {next(keys): jnp.ones(1)})
+    assert found

@@ -1,0 +1,324 @@
+"""Guards, accumulations, micro-batches and `watch` that once went wrong without a sign."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+from compat import needs_eight_devices, strict
+from guard_cases import INT_MAX, sharded
+
+PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+sgd = optax.sgd(1.0)
+clip, accumulate = gcx.clip_by_global_norm(1.0), gcx.accumulate_gradients
+microbatched, watch = gcx.microbatched_value_and_grad, gcx.watch
+nonfinite, spikes = gcx.skip_nonfinite, functools.partial(gcx.skip_spikes, norm=1e4)
+
+
+def run(tx, calls, params=PARAMS, *, fast=False):
+    """The parameters and the state after `(grads, extra_args)` calls."""
+    state, tx = tx.init(params), optax.with_extra_args_support(tx)
+    for grads, extra in calls:
+        if fast:
+            params, state = gcx.apply_gradients(tx, grads, state, params, **extra)
+        else:
+            updates, state = tx.update(grads, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def recorder():
+    """A transformation that subtracts the gradient, and the extra arguments that it received."""
+    received = []
+
+    def update(grads, state, params=None, **extra):
+        received.append(extra)
+        return grads, state
+
+    return optax.GradientTransformationExtraArgs(sgd.init, update), received
+
+
+GUARDS = {
+    "nonfinite": nonfinite,
+    "step": functools.partial(nonfinite, check="step"),
+    "spikes": spikes,
+    "skip_if": functools.partial(gcx.skip_if, predicate=lambda *args, **kwargs: False),
+    "scale": functools.partial(gcx.dynamic_loss_scale, init_scale=1.0),
+}
+AROUND = {**GUARDS, "watch": watch, "watch(nonfinite)": lambda tx: watch(nonfinite(tx))}
+AROUND.pop("step")  # it keeps the old state
+OPTIMIZER = optax.chain(clip, optax.adamw(1e-2))
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
+    shape = (64,)
+    keys = jax.random.split(jax.random.key(0), 9)
+    params = {"w": jax.random.normal(keys[0], shape, jnp.bfloat16)}
+    calls = [({"w": jax.random.normal(k, shape, jnp.bfloat16)}, {}) for k in keys]
+    inner = accumulate(OPTIMIZER, 3)
+    alone, _ = run(inner, calls, params, fast=True)
+    wrapped, _ = run(AROUND[name](inner), calls, params, fast=True)
+    assert np.asarray(wrapped["w"]).tobytes() == np.asarray(alone["w"]).tobytes()
+
+
+@pytest.mark.parametrize("name", [x for x in AROUND if x != "scale"])  # it divides gradients
+def test_a_wrapper_of_an_accumulation_needs_a_fifth_of_the_parameters_of_scratch(name):
+    params = {f"w{i}": jnp.ones((256, 256)) for i in range(16)}
+    tx = AROUND[name](accumulate(OPTIMIZER, 3))
+    step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    analysis = step.lower(params, tx.init(params), params).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 0.2 * 16 * 256 * 256 * 4
+
+
+def test_the_argument_grad_is_the_gradient_of_the_window_or_raises():
+    inner, received = recorder()
+    calls = [({"w": g * ONES["w"], "b": g * ONES["b"]}, {}) for g in (1.0, 3.0)]
+    calls = [(g, {"value": jnp.float32(1.0), "grad": g}) for g, _ in calls]
+    try:
+        with jax.disable_jit():
+            run(accumulate(inner, 2), calls)
+    except (TypeError, ValueError) as error:
+        assert "`grad`" in str(error)
+    else:
+        np.testing.assert_allclose(received[-1]["grad"]["w"], [2.0, 2.0])
+
+
+def test_reduction_sum_sums_the_value_of_micro_batches():
+    def loss(w, x):
+        return w * jnp.sum(x)
+
+    value, grad = microbatched(loss, 4, reduction="sum")(2.0, jnp.array([1.0, 2.0, 3.0, 1.0]))
+    assert (float(value), float(grad)) == (14.0, 7.0)
+
+
+def test_reduction_sum_passes_the_sum_of_the_losses_of_a_window():
+    inner, received = recorder()
+    with jax.disable_jit():
+        calls = [(ONES, {"value": jnp.float32(x)}) for x in (1.0, 3.0)]
+        run(accumulate(inner, 2, reduction="sum"), calls)
+    assert float(received[-1]["value"]) == 4.0
+
+
+@pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 4), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_keyword):
+    fun = make(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+    x, y = jnp.arange(4.0), jnp.ones(4)
+    with pytest.warns(UserWarning, match="batch_argnums"):
+        fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
+
+
+@pytest.mark.parametrize("name", ["nonfinite", "spikes", "skip_if", "scale", "watch"])
+def test_trainable_names_the_leaves_that_are_not_frozen(name):
+    make = AROUND[name]
+    tx = make(sgd, trainable={"w": True, "b": False})
+    params, _ = run(tx, [({**ONES, "b": jnp.array([jnp.nan])}, {})])
+    assert np.all(params["w"] != 0)
+    with pytest.raises(TypeError, match="trainable"):
+        make(sgd, mask={"w": True, "b": False})
+
+
+# An optimizer behind an accumulator of float32 takes no squares in float8.
+@pytest.mark.parametrize("dtype, every", [("float16", 1), ("float16", 2), ("float8_e4m3fn", 2)])
+def test_each_leaf_is_checked_by_the_range_of_its_own_dtype(dtype, every):
+    params = {"h": jnp.zeros(1, dtype), "q": jnp.zeros(1, ml_dtypes.float8_e4m3fn)}
+    grads = {"h": jnp.full(1, 100.0, dtype), "q": jnp.ones(1, ml_dtypes.float8_e4m3fn)}
+    _, state = run(nonfinite(accumulate(sgd, every)), [(grads, {})], params)
+    assert int(gcx.metrics(state)["skipped_nonfinite"]) == 0
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_around_a_chain_with_an_accumulation_raises_in_init(name):
+    tx = GUARDS[name](optax.chain(clip, accumulate(sgd, 2, reduction="sum")))
+    with pytest.raises(TypeError, match="accumulat"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda c: accumulate(c, 2), nonfinite, spikes], ids=["accumulate", "guard", "spikes"]
+)
+def test_a_wrapper_of_only_a_clip_warns_that_the_optimizer_runs_outside(wrap):
+    tx = optax.chain(wrap(clip), optax.adamw(1e-3))
+    with pytest.warns(UserWarning, match="outside"):
+        tx.update(ONES, tx.init(PARAMS), PARAMS)
+
+
+def test_a_schedule_that_takes_a_threshold_to_0_is_an_incident():
+    tx = watch(optax.chain(gcx.clip_by_global_norm(lambda step: 2.0 - step), sgd))
+    _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 8)
+    assert gcx.Monitor(PARAMS).read(state).incidents
+
+
+@needs_eight_devices
+def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32():
+    # Each gradient is a row of the batch, which bfloat16 represents.
+    batch = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    spread = sharded((P(), P("data")), P())
+    grad = spread(lambda w, x: microbatched(lambda w, x: jnp.mean(x @ w), 8)(w, x)[1])
+    found = grad(jnp.ones(128, jnp.bfloat16), batch.astype(jnp.bfloat16))
+    exact = batch.astype(jnp.bfloat16).astype(np.float64).sum(0) / 8  # a mean on each device
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=1.001 * 2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_micro_batches_support_strict_promotion(has_weight):
+    def loss(w, x):
+        value = jnp.mean(x * w)
+        return (value, jnp.float32(2.0)) if has_weight else value
+
+    with strict():
+        microbatched(loss, 2, has_weight=has_weight)(jnp.float32(1.0), jnp.ones(4))
+
+
+def guarded():
+    return nonfinite(accumulate(optax.chain(clip, sgd), 2))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [gcx.has_updated, gcx.metrics, gcx.reset_accumulation, gcx.last_row]
+    + [lambda state: gcx.flush(watch(guarded()), state, PARAMS)],
+    ids=["has_updated", "metrics", "reset_accumulation", "last_row", "flush"],
+)
+def test_readers_outside_jit_move_nothing_to_the_device(read):
+    _, state = run(watch(guarded()), [(ONES, {})])
+    with jax.transfer_guard("disallow"):
+        read(state)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_error_of_the_inner_update_is_raised_once_without_a_warning():
+    calls = []
+
+    def update(grads, state, params=None):
+        calls.append(1)
+        raise ValueError("mine")
+
+    tx = nonfinite(accumulate(optax.GradientTransformation(sgd.init, update), 2))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    with pytest.raises(ValueError, match="^mine$"):
+        run(tx, [(params, {})], params)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["values", "losses", "weights"])
+def test_arguments_of_other_optimizers_are_passed_on_without_a_warning(name):
+    inner, received = recorder()
+    run(nonfinite(optax.chain(inner, sgd)), [(ONES, {name: jnp.ones(3)})])
+    assert name in received[-1]
+
+
+@pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_longer_than_int32_never_closes(length, compiled):
+    tx = accumulate(sgd, lambda step: length)
+    update, state = jax.jit(tx.update) if compiled else tx.update, tx.init(PARAMS)
+    for _ in range(3):
+        _, state = update(ONES, state, PARAMS)
+        assert not gcx.has_updated(state)
+
+
+@pytest.mark.parametrize("count", [10**4, 10**6])
+def test_a_constant_is_accumulated_accurately_or_the_limit_is_documented(count):
+    tx = accumulate(sgd, count)
+    params = jnp.zeros(1)
+
+    def step(state, _):
+        updates, state = tx.update(jnp.full(1, 0.1), state, params)
+        return state, updates[0]
+
+    last = jax.jit(lambda: jax.lax.scan(step, tx.init(params), length=count)[1][-1])()
+    has_limit = re.search(r"1e6|10\^6|1,000,000|million", accumulate.__doc__)
+    assert abs(float(last) + 0.1) < 1e-7 or has_limit
+
+
+WITHIN = {
+    "chain": lambda guard: optax.chain(optax.scale(1.0), guard),
+    "watch": watch,
+    "masked": lambda guard: optax.masked(guard, {"w": True, "b": True}),
+    "partition": lambda guard: optax.partition({"a": guard}, {"w": "a", "b": "a"}),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_consecutive_skips_count_skips_of_guards_inside_other_transformations(name):
+    guard = spikes(sgd, norm=10.0, max_consecutive_skips=4)
+    tx = nonfinite(WITHIN[name](guard), max_consecutive_skips=4)
+    scales = np.nan, 1e3, np.nan, 1e3
+    _, state = run(tx, [(optax.tree.scale(x, ONES), {}) for x in scales])
+    metrics = gcx.metrics(state)
+    assert (int(metrics["consecutive_skips"]), int(metrics["guard_failed"])) == (4, 1)
+
+
+@pytest.mark.parametrize("make", [lambda tx: tx, nonfinite, watch], ids=["alone", "guard", "watch"])
+def test_a_flush_of_an_empty_window_has_not_updated(make):
+    tx = make(accumulate(sgd, 2))
+    _, state = run(tx, [(ONES, {})] * 2)
+    assert gcx.has_updated(state)
+    _, state = gcx.flush(tx, state, PARAMS)
+    assert not gcx.has_updated(state)
+
+
+def saturated(state):
+    """The state after 2^31 steps: every counter has its largest value."""
+
+    def last(x):
+        is_count = x.dtype == jnp.int32 and x.ndim == 0
+        return jnp.full_like(x, INT_MAX) if is_count else x
+
+    return jax.tree.map(last, state)
+
+
+def test_sums_of_saturated_counters_stay_saturated():
+    tx = nonfinite(spikes(sgd))
+    assert int(gcx.metrics(saturated(tx.init(PARAMS)))["skipped_nonfinite"]) == INT_MAX
+
+
+def test_watch_writes_its_row_after_its_counter_saturates():
+    tx = watch(sgd, history=4)
+    state = saturated(tx.init(PARAMS))
+    found = []
+    for x in (1.0, 2.0):
+        _, state = tx.update(optax.tree.scale(x, ONES), state, PARAMS)
+        found.append(float(gcx.metrics(state)["gradient_norm"]))
+    np.testing.assert_allclose(found, np.sqrt(3) * np.array([1.0, 2.0]), rtol=1e-6)
+
+
+def test_stochastic_rounding_draws_new_bits_after_its_counter_saturates():
+    tx, params = gcx.round_stochastically(), jnp.ones(256, jnp.bfloat16)
+    state = saturated(tx.init(params))
+    first, state = tx.update(jnp.full(256, 1e-3), state, params)
+    second, _ = tx.update(jnp.full(256, 1e-3), state, params)
+    assert np.any(first != second)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.float32("nan")], ids=["python", "numpy"])
+def test_a_concrete_weight_of_nan_is_skipped_by_a_guard(weight):
+    params, state = run(nonfinite(accumulate(sgd, 2)), [(ONES, {"weight": weight})])
+    assert int(gcx.metrics(state)["skipped_nonfinite"]) == 1
+    np.testing.assert_array_equal(params["w"], 0)
+
+
+@needs_eight_devices
+def test_an_eager_update_of_adafactor_in_an_accumulation_keeps_explicit_shardings():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
+    tx = accumulate(optax.adafactor(1e-2), 2)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((256, 128)), NamedSharding(mesh, P("i")))
+        _, state = run(tx, [(params, {})] * 2, params)
+    assert gcx.has_updated(state)
