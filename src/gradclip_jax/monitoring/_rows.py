@@ -178,9 +178,10 @@ def _complete(rows: Rows) -> None:
     # An update of zero does not change a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
-    # With `optax.partition`, some parameters may change although others are held.
+    # With `optax.partition`, some parameters may change although others are not applied.
     is_applied = has_run | (update[:, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
+    rows.outcome[is_applied] &= ~int(Outcome.ACCUMULATED)
     rows.outcome[is_applied & np.any(rows.factors < 1, axis=1)] |= int(Outcome.CLIPPED)
     rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.ACCUMULATED)
 

@@ -309,7 +309,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
 
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
-    has_weight = window.gradient.weight > 0
+    has_weight, has_sum = window.gradient.weight > 0, not accumulation.needs_no_sum
 
     def step(carry: Tree) -> tuple[Tree, Tree]:
         total, carry = carry
@@ -317,7 +317,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
         gradient, others = accumulation.close(own, grads, batch)
         output, report, carry = _step(call, gradient, carry, others)
         # The gradient shares the buffers of the sum, which the next window overwrites.
-        return (output, report), (like_dtypes(gradient, total) if total else total, carry)
+        return (output, report), (like_dtypes(gradient, total) if has_sum else total, carry)
 
     start = window.gradient.total, carry
     # If the window stays open, the updates are zeros, and no guard rejects.
