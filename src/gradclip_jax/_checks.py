@@ -3,6 +3,7 @@
 Traced values are not checked.
 """
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -60,6 +61,11 @@ def is_scalar(value: object, *kinds: type) -> bool:
         return False
     dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def is_array_like(value: object) -> bool:
+    """Return whether a value is an array or a number, which jit can trace."""
+    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array))
 
 
 def shapes_of(tree: Tree) -> Tree:
@@ -183,6 +189,21 @@ def check_callable(argument: str, value: object, hint: str) -> None:
         raise type_error(argument, "a function", shortened(value), hint)
 
 
+def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the user, or raise an error that names it if it has other parameters."""
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        rule = f"a function `{name}` with {len(args)} positional parameters and `**extra_args`"
+        if name == "predicate":
+            rule = "a function `(grads, params, **extra_args) -> bool[]`"
+        got = f"{name}{inspect.signature(fun)}: {error}"
+        raise type_error(argument, rule, got, "Change its parameters.") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return fun(*args, **kwargs)
+
+
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
@@ -197,6 +218,16 @@ def check_no_transformation(state: object) -> None:
         hint = "Pass the state that `init(params)` or `update` returned."
         got = type(state).__name__
         raise type_error("state", "an optimizer state", got, hint)
+    check_not_donated(state)
+
+
+def check_not_donated(state: object) -> None:
+    """Raise if the arrays of a state were donated to an earlier step."""
+    first = next(iter(jax.tree.leaves(state)), None)
+    is_array = isinstance(first, jax.Array) and not is_traced(first)
+    if is_array and first.is_deleted():
+        hint = "Use the state that the step returned."
+        raise value_error("state", "a state that was not donated", "a donated one", hint)
 
 
 def check_state(state: object, kind: type) -> None:
@@ -204,6 +235,7 @@ def check_state(state: object, kind: type) -> None:
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
         raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
+    check_not_donated(state)
 
 
 def check_axis(axis: object) -> tuple[int, ...] | None:

@@ -48,6 +48,8 @@ class ClipState(NamedTuple):
     clip_fraction: Scalar
     rules: tuple[Tree, ...]
 
+    is_clip = True
+
     def step_metrics(self) -> dict[str, Scalar]:
         """Return the entries of `metrics` for this state; those of groups end in their label."""
         found: dict[str, Scalar] = {}

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
+from .._checks import (
+    check_choice,
+    check_count,
+    check_length,
+    check_no_transformation,
+    check_params,
+    check_state,
+    listed,
+)
 from .._devices import fusion_barrier, pair_of_sums
 from .._errors import public, type_error, value_error
 from .._run_if import like_dtypes
@@ -26,7 +34,7 @@ from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
 from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._state import outcome_of
+from ..wrappers._state import is_applied, outcome_of
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
 from ._taps import read_sums
 
@@ -46,16 +54,22 @@ class WatchState(NamedTuple):
 
     def step_metrics(self) -> dict[str, Array]:
         """Return the measurements of the whole tree in the last row, as entries of `metrics`."""
-        bits = _last(self)[..., TREE : TREE + 4]
-        values = jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0)
         names = "nonfinite_elements", "grad_norm", "update_norm", "parameter_norm"
+        values = _last_measurements(self.rows.values, self.step_count)
         return dict(zip(names, values, strict=True))
 
 
-def _last(state: WatchState) -> Array:
+@jax.jit
+def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
+    """Return the measurements of the whole tree in the row that was written last."""
+    bits = _last(rows, step_count)[..., TREE : TREE + 4]
+    return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
+
+
+@jax.jit  # outside jit, constants would be transferred to the device one by one
+def _last(rows: Array, step_count: Array) -> Array:
     """Return the row that was written last."""
-    rows = state.rows.values
-    place = jnp.expand_dims((state.step_count - 1) % rows.shape[-2], (-2, -1))
+    place = jnp.expand_dims((step_count - 1) % rows.shape[-2], (-2, -1))
     return jnp.take_along_axis(rows, place, -2)[..., 0, :]
 
 
@@ -88,11 +102,12 @@ def last_row(state: Tree) -> Row:
         [0, 99]
     """
     watched = find_watch(state)
-    return watched.rows._replace(values=_last(watched))
+    return watched.rows._replace(values=_last(watched.rows.values, watched.step_count))
 
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` inside an optimizer state, or number `which` of several."""
+    check_no_transformation(state)
     found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
@@ -188,6 +203,9 @@ def watch(
         step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
     check_guard_arguments(inner, axis_name, trainable)
+    if not isinstance(of, Sequence):
+        hint = 'Pass for example `of=("gradient",)`.'
+        raise type_error("of", "a sequence of names", type(of).__name__, hint)
     for kind in of:
         check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
@@ -251,7 +269,7 @@ class WatchUpdate(InPlaceUpdate):
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
             # Parameters that the step did not read are measured alone.
-            has_run = outcome_of(inner_state) & int(Outcome.APPLIED) != 0
+            has_run = is_applied(outcome_of(inner_state))
             step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
         return new, self._record(grads, step, state, inner_state, params, extra_args), measured
 
@@ -469,6 +487,7 @@ def _written(state: WatchState, ints: Iterable[Any], floats: Iterable[Any]) -> W
         raise value_error("state", "the state of this `watch`", got, hint)
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
     values = reshard_like(values, row)
-    values = lax.dynamic_update_slice_in_dim(values, row, count % len(values), 0)
-    rows, count = state.rows._replace(values=values), jnp.asarray(optax.safe_increment(count))
-    return state._replace(step_count=count, rows=rows)
+    next_count = jnp.asarray(optax.safe_increment(count))
+    # The place depends on the next count, with which the row is read, even if it saturates.
+    values = lax.dynamic_update_slice_in_dim(values, row, (next_count - 1) % len(values), 0)
+    return state._replace(step_count=next_count, rows=state.rows._replace(values=values))

@@ -158,8 +158,11 @@ class Accumulation(NamedTuple):
     def _add_loss(self, loss: WeightedSum, batch: MicroBatch, is_added: Scalar) -> WeightedSum:
         """Add the loss of a micro-batch, if there is one."""
         name, value = loss_argument(batch.extra_args)
-        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        if value is None:
             return loss
+        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+            hint = "Pass the mean loss of the micro-batch, of shape ()."
+            raise type_error(name, "a real scalar", describe(value), hint)
         value = jnp.asarray(value)
         check_equal_on_devices(name, value, varying_axes(loss.total), name)
         return loss.add(value.astype(jnp.float32), batch.weight, is_added)
@@ -178,7 +181,7 @@ class Accumulation(NamedTuple):
             gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, result)
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
-        if is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        if value is not None:
             extra_args[name] = state.loss.result(self.reduction)
         structure = jax.tree.structure(gradient)
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == structure:

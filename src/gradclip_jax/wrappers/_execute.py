@@ -280,6 +280,7 @@ def _execute(
     """
     with named(update.name):
         check_state(state, WrapperState)
+        _check_guards(update, state)
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
@@ -434,6 +435,14 @@ def _run_inner(
         return call.update.inner.update(grads, state, params, **extra_args)
 
     updates, after = run(grads, state)
+    if jax.tree.structure(after) != jax.tree.structure(state):
+        got = f"{jax.tree.structure(state)} instead of {jax.tree.structure(after)}"
+        hint = (
+            "If a checkpoint contains lists instead of tuples, restore its leaves into the "
+            "structure of `tx.init(params)` with `jax.tree.unflatten`."
+        )
+        rule = "a state whose structure the inner transformation keeps, with tuples and no lists"
+        raise type_error("state", rule, got, hint)
     is_identity = updates is grads and not jax.tree.leaves(state)
     if is_identity or is_only_clips(state):
         warnings.warn(
@@ -525,6 +534,15 @@ def _init_guard(guard: Guard, params: Tree) -> GuardState:
     """Return the initial state of a guard, in which each array has its own buffer."""
     counts = {cause: jnp.zeros((), jnp.int32) for cause in guard.causes}
     return GuardState(counts, jax.tree.map(jnp.array, guard.init(params_of(params))))
+
+
+def _check_guards(update: WrapperUpdate, state: WrapperState) -> None:
+    """Raise if a state belongs to other guards."""
+    expected = [[set(guard.causes) for guard in guards] for guards in (update.outer, update.guards)]
+    found = [[set(guard.skipped) for guard in guards] for guards in (state.outer, state.guards)]
+    if found != expected:
+        hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+        raise type_error("state", "the state of these guards", f"that of guards {found}", hint)
 
 
 def _check_nesting(
