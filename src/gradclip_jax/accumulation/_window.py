@@ -107,7 +107,7 @@ def flush(
 
 
 def _without_outcomes(state: Tree) -> Tree:
-    """Clear the outcomes of the last call, because guards without a window do not run."""
+    """Return a state in which `has_updated` is False."""
 
     def clear(node: WrapperState) -> WrapperState:
         return node._replace(outcome=jnp.zeros_like(node.outcome))
@@ -152,6 +152,7 @@ def reset_accumulation(state: Tree) -> Tree:
     """
     arrays = plain_arrays(state)
     _accumulations(arrays)
+    arrays = _without_outcomes(arrays)
     emptied = replace_states(arrays, AccumulationState, lambda window: window.close_if(True))
     return with_structure_of(state, emptied)
 

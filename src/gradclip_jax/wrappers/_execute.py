@@ -316,8 +316,10 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
         own = window._replace(gradient=window.gradient._replace(total=total))
         gradient, others = accumulation.close(own, grads, batch)
         output, report, carry = _step(call, gradient, carry, others)
-        # The gradient shares the buffers of the sum, which the next window overwrites.
-        return (output, report), (like_dtypes(gradient, total) if total else total, carry)
+        if jax.tree.leaves(total):
+            # The gradient shares the buffers of the sum, which the next window overwrites.
+            total = jax.tree.map(lambda x, y: y if is_float0(x) else x, gradient, total)
+        return (output, report), (total, carry)
 
     start = window.gradient.total, carry
     # If the window stays open, the updates are zeros, and no guard rejects.

@@ -24,12 +24,9 @@ INNER = {
 }
 
 
-def apply_step(tx, **extra_args):
+def apply_step(tx):
     # In the order of what is returned, in which JAX gives donated buffers to results.
-    return lambda params, state, grads: gcx.apply_gradients(tx, grads, state, params, **extra_args)
-
-
-holds, closes = (functools.partial(apply_step, emit=emit) for emit in (False, True))
+    return lambda params, state, grads: gcx.apply_gradients(tx, grads, state, params)
 
 
 def scanned(tx):
@@ -83,22 +80,15 @@ def test_a_step_inside_scan_copies_nothing_and_needs_the_gradient_as_scratch():
     assert "copy" not in large(program.as_text(), branches=True)
 
 
-def test_a_step_known_to_hold_adds_to_the_accumulator_and_does_nothing_else():
-    program = compiled(holds, "adamw")
-    assert large(program.as_text(), branches=True) == ["add"] * len(PARAMS)
-    assert hlo.count(program.as_text(), "while") == 0 and scratch(program) <= 0.01
-
-
-def test_a_step_known_to_close_the_window_has_no_branch_and_writes_no_sum():
-    program = compiled(closes, "adamw")
-    text = program.as_text()
-    assert hlo.count(text, "while") + hlo.count(text, "conditional") == 0
-    assert "copy" not in large(text) and scratch(program) <= 0.01
+def test_a_step_that_only_accumulates_adds_to_the_accumulator_and_does_nothing_else():
+    text = compiled(apply_step, "adamw").as_text()
+    assert large(text) == ["add"] * len(PARAMS)
+    assert large(text, branches=True) != large(text)  # the branch has the optimizer
 
 
 def test_a_window_of_one_keeps_no_buffer_and_is_the_step_of_the_optimizer():
     tx = gcx.accumulate_gradients(optax.adamw(1e-3), 1)
-    assert tx.init(PARAMS).acc_grads == ()
+    assert tx.init(PARAMS).accumulation.gradient.total == ()
     program, bare = compiled(apply_step, "adamw", 1), optax.adamw(1e-3)
     step = lambda p, s, g: taken(bare, g, s, p, fast=False)  # noqa: E731
     plain = compile_step(step, bare.init(PARAMS))
