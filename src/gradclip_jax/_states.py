@@ -136,10 +136,11 @@ def metrics(state: Tree) -> dict[str, Array]:
     for name, found in entries.items():
         if name == "grad_norm":
             out |= _outermost(found)
-        elif len(found) > 1:
-            out |= {f"{name}/{place}".removesuffix("/"): value for place, value in found}
-        if name in _COMBINE or len(found) == 1:
-            out.setdefault(name, combined(name, [value for _, value in found]))
+            continue
+        if len(found) > 1:
+            out |= {f"{name}/{place}": value for place, value in found if place}
+        if name in _COMBINE or len(found) == 1 or not found[0][0]:
+            out[name] = combined(name, [value for _, value in found])
     return {key: jnp.asarray(out[key]) for key in sorted(out)}
 
 

@@ -57,7 +57,11 @@ def test_errors_name_the_guard_or_accumulation_that_raises():
     params = jnp.ones(2)
     for tx, extra_args, name in [
         (skip(gcx.skip_spikes(SGD, loss=4.0)), {}, "skip_spikes"),
-        (gcx.dynamic_loss_scale(gcx.skip_spikes(SGD, norm=1.0, trainable=[True])), {}, "skip_spikes"),
+        (
+            gcx.dynamic_loss_scale(gcx.skip_spikes(SGD, norm=1.0, trainable=[True])),
+            {},
+            "skip_spikes",
+        ),
         (skip(acc(SGD, 2)), {"weight": "many"}, "accumulate_gradients"),
         (acc(skip(SGD), 2), {"flush": 1}, "accumulate_gradients"),
     ]:

@@ -20,7 +20,7 @@ LEAST_ZEROS = 16
 STREAK = 8
 """Maximum number of rows between two incidents of one streak."""
 
-_FATES = "skipped", "held", "clipped"
+_FATES = "skipped", "accumulated", "clipped"
 _UNKNOWN = np.zeros(0)
 
 Faults: TypeAlias = dict[str, tuple[str, HostArray]]

@@ -51,7 +51,7 @@ class Monitor:
             row and each incident, such as `wandb.log`. Each row contains the scalars of the whole
             tree; every 50 steps and around incidents it also contains the norms of units.
         granularity: As in `watch`.
-        mask: As in `watch`.
+        trainable: As in `watch`.
         taps: As in `watch`.
         which: Index of the state of `watch`, if an optimizer has several. The outermost is 0.
 
@@ -83,13 +83,13 @@ class Monitor:
         *,
         log: Log = None,
         granularity: Literal["global", "leaf"] | Granularity = "leaf",
-        mask: Mask = None,
+        trainable: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
     ):
         self._log, self._which = None if jax.process_index() else log, which
         lines = [] if log is None or callable(log) or not os.path.exists(log) else read_lines(log)
-        rows, names = to_rows(lines, names_of(params, granularity, mask, taps))
+        rows, names = to_rows(lines, names_of(params, granularity, trainable, taps))
         self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
         self.incidents = from_lines(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
@@ -199,7 +199,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
     Args:
         state: Optimizer state, or any pytree that contains it.
         params: Parameters, or any pytree with the same structure and shapes.
-        options: `granularity`, `mask`, `taps` and `which`, as in `Monitor`.
+        options: `granularity`, `trainable`, `taps` and `which`, as in `Monitor`.
 
     Returns:
         List of incidents; each prints as a sentence.

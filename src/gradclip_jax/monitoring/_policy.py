@@ -169,12 +169,12 @@ def _evidence(
     Yields:
         The step at which it is known, the action, the reason, and the batches to leave out.
     """
-    closed, has_id = ~rows.has(Outcome.HELD), rows.has(Outcome.HAS_BATCH_ID)
+    closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(closed) - closed  # without an accumulation, each row is a window
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
     has_failed = is_skipped & rows.has(Outcome.GUARD_FAILED)
     num_bad, num_skipped = _run_lengths(is_bad, closed), _run_lengths(is_skipped, closed)
-    num_open = _run_lengths(rows.has(Outcome.HELD | Outcome.EMPTY_WINDOW))
+    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
     _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal = ~parameter | (rows.has(Outcome.APPLIED) & ~update)
     rewind = ACTIONS[min(num_rewinds, len(ACTIONS) - 1)]

@@ -151,7 +151,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
-        hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
+        hint = "Pass the parameters, and `granularity`, `trainable` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
     # The others were never written. `unique` sorts them by step; `last_row` repeats a row while an
     # accumulation around `watch` is open.
@@ -178,9 +178,10 @@ def _complete(rows: Rows) -> None:
     # An update of zero does not change a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
-    # With `optax.partition`, some parameters may change although others are held.
+    # With `optax.partition`, some parameters may change although others are not applied.
     is_applied = has_run | (update[:, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
+    rows.outcome[is_applied] &= ~int(Outcome.ACCUMULATED)
     rows.outcome[is_applied & np.any(rows.factors < 1, axis=1)] |= int(Outcome.CLIPPED)
     rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.ACCUMULATED)
 

@@ -252,7 +252,7 @@ class WatchUpdate(InPlaceUpdate):
         if step is not None:
             # Parameters that the step did not read are measured alone.
             has_run = outcome_of(inner_state) & int(Outcome.APPLIED) != 0
-            step = lax.cond(has_run, lambda _: step, self._measure_unchanged, params)
+            step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
         return new, self._record(grads, step, state, inner_state, params, extra_args), measured
 
     def _check(self, grads: Tree, state: Tree, params: Tree | None) -> None:
@@ -272,8 +272,9 @@ class WatchUpdate(InPlaceUpdate):
         return sums_of_step(*columns, **self._groups(updates, params))
 
     def _measure_unchanged(self, params: Tree) -> Array:
-        """Return the same sums for an update of zero."""
-        return self._measure_step(jax.tree.map(jnp.zeros_like, params), params)
+        """Return the same sums for parameters that do not change."""
+        leaves = self._leaves(params, params, params)
+        return sums_of_params(leaves, **self._groups(params, params))
 
     def _groups(self, tree: Tree, params: Tree | None) -> dict[str, Any]:
         """Return the norm groups and the mesh axes of a tree, as keyword arguments."""
@@ -369,6 +370,18 @@ def sums_of_step(
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
     return _sums_of_groups(terms, updates, params, units=units, axis_name=axis_name)
+
+
+def sums_of_params(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+    """Return the result of `sums_of_step` for updates of zero."""
+    dtype = norm_dtype(leaves)
+
+    def terms(p: Array, axes: tuple[int, ...]) -> Array:
+        total = reduce_axes(jnp.sum, squares(p, dtype), axes)
+        total = reshard_like(total, jnp.sum(total)).reshape(-1)
+        return jnp.stack([jnp.zeros_like(total), total], -1)
+
+    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
 
 
 def _sums_of_groups(

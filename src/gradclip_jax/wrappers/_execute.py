@@ -298,7 +298,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     update, state, accumulation = call.update, call.state, call.update.accumulation
     assert accumulation is not None
     num_outer, num_inner = len(update.outer), len(update.guards)
-    with named(update.name):
+    with named(accumulation.name):
         batch = micro_batch_of(extra_args)
     # Guards around the accumulation check the micro-batch. NaN, as a weight, is not 0.
     is_weighted = batch.weight != 0
@@ -309,14 +309,14 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
 
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
-    has_weight = window.gradient.weight > 0
+    has_weight, has_sum = window.gradient.weight > 0, accumulation.has_sum(window)
 
     def step(carry: Tree) -> tuple[Tree, Tree]:
         total, carry = carry
         own = window._replace(gradient=window.gradient._replace(total=total))
         gradient, others = accumulation.close(own, grads, batch)
         output, report, carry = _step(call, gradient, carry, others)
-        if jax.tree.leaves(total):
+        if has_sum:
             # The gradient shares the buffers of the sum, which the next window overwrites.
             total = jax.tree.map(lambda x, y: y if is_float0(x) else x, gradient, total)
         return (output, report), (total, carry)

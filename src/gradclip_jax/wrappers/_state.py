@@ -110,7 +110,7 @@ def outcome_of(state: Tree) -> Scalar:
     """Return what the last call did, as flags of `Outcome`; `APPLIED` without a guard.
 
     If a state contains several guards or accumulations side by side, as in `optax.partition`, their
-    flags are combined.
+    flags are combined; a call that applied some updates is not `ACCUMULATED`.
     """
     kinds = WrapperState, optax.MultiStepsState, optax.ApplyIfFiniteState
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
@@ -118,6 +118,8 @@ def outcome_of(state: Tree) -> Scalar:
     outcome = found[0] if found else jnp.int32(int(Outcome.APPLIED))
     for other in found[1:]:
         outcome |= other
+        is_applied = outcome & int(Outcome.APPLIED) != 0
+        outcome = jnp.where(is_applied, outcome & ~int(Outcome.ACCUMULATED), outcome)
     return outcome
 
 

@@ -51,6 +51,8 @@ def test_the_step_of_frozen_leaves_is_not_checked():
 
 @pytest.mark.parametrize("mask", [1, {"t": "yes", "f": False}, {"t": 1.0}, lambda params: {"t": 2}])
 def test_a_mask_of_anything_but_bools_raises(mask):
-    with pytest.raises(TypeError, match="^skip_nonfinite: `trainable` must be a prefix tree of bools"):
+    with pytest.raises(
+        TypeError, match="^skip_nonfinite: `trainable` must be a prefix tree of bools"
+    ):
         tx = gcx.skip_nonfinite(optax.sgd(1.0), trainable=mask)
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)

@@ -11,7 +11,7 @@ from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
 SKIPPED = GOOD & ~Outcome.APPLIED | Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
-HELD = GOOD & ~Outcome.APPLIED | Outcome.HELD
+HELD = GOOD & ~Outcome.APPLIED | Outcome.ACCUMULATED
 QUIET = 32
 
 
