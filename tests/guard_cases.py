@@ -59,7 +59,7 @@ def feed(tx, norms, losses=None):
 
 @functools.cache
 def compiled_call(tx):
-    return jax.jit(functools.partial(gcx.apply_gradients, tx), static_argnames="emit")
+    return jax.jit(functools.partial(gcx.apply_gradients, tx))
 
 
 def calls(tx, stream):
@@ -93,6 +93,7 @@ def on_shards(tx, check_vma=True):
     def step(grads, params):
         params, state = gcx.apply_gradients(tx, grads, tx.init(params), params)
         mine = jnp.zeros(1, jnp.int32) + (jax.lax.axis_index("data") * 0).astype(jnp.int32)
-        return params, mine + state.skipped_nonfinite, mine + state.consecutive_skips
+        skipped = gcx.metrics(state)["skipped_nonfinite"]
+        return params, mine + skipped, mine + state.consecutive_skips
 
     return step

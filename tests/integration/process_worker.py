@@ -126,6 +126,13 @@ def by_jit(layout):
     return distributed(step, make_mesh(axes), specs, state, specs_like(state, specs))
 
 
+def with_total(state, total):
+    """A state whose accumulator is replaced."""
+    window = state.accumulation
+    gradient = window.gradient._replace(total=total)
+    return state._replace(accumulation=window._replace(gradient=gradient))
+
+
 def shard_map_window():
     """Micro-gradients stay on their device; one mean over devices where a window closes."""
     mesh, batch = make_mesh({"data": DEVICES}), P("data")
@@ -136,10 +143,11 @@ def shard_map_window():
 
     # The accumulators of all devices, one after the other along the first axis.
     state = LOCAL_WINDOWS.init(PARAMS)
-    stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), state.acc_grads)
-    state = state._replace(acc_grads=stacked)
+    total = state.accumulation.gradient.total
+    stacked = jax.tree.map(lambda x: np.concatenate([x] * DEVICES), total)
     specs, state_specs = jax.tree.map(lambda _: P(), (PARAMS, state))
-    state_specs = state_specs._replace(acc_grads=jax.tree.map(lambda _: P("data"), stacked))
+    state = with_total(state, stacked)
+    state_specs = with_total(state_specs, jax.tree.map(lambda _: P("data"), stacked))
     step = jax.shard_map(
         make_step(LOCAL_WINDOWS, local_value_and_grad),
         mesh=mesh,

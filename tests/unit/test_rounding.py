@@ -111,7 +111,7 @@ def test_held_and_skipped_steps_change_neither_parameters_nor_the_count():
     apply = jax.jit(gcx.apply_gradients, static_argnums=0)
     for grad in (1e-3, jnp.nan, 1e-3, 1e-3):
         params, state = apply(tx, jnp.full(64, grad), state, params)
-    assert state.inner_state.inner_opt_state[1].step == 1
+    assert state.inner_state[1].step == 1
     # The one step that was taken is that of the optimizer alone, with the mean of the window.
     alone, _ = apply(inner, jnp.full(64, 1e-3), inner.init(first), first)
     chex.assert_trees_all_equal(params, alone)

@@ -139,7 +139,7 @@ def _flush(
 
 
 def _without_outcomes(state: Tree) -> Tree:
-    """Clear the outcomes of the last call, because guards without a window do not run."""
+    """Return a state in which `has_updated` is False."""
 
     def clear(node: WrapperState) -> WrapperState:
         return node._replace(outcome=jnp.zeros_like(node.outcome))
@@ -184,7 +184,7 @@ def reset_accumulation(state: Tree) -> Tree:
     """
     arrays = plain_arrays(state)
     _accumulations(arrays)
-    emptied = replace_states(arrays, AccumulationState, _closed)
+    emptied = replace_states(_without_outcomes(arrays), AccumulationState, _closed)
     return with_structure_of(state, emptied)
 
 

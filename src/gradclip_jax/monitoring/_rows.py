@@ -151,7 +151,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
-        hint = "Pass the parameters, and `granularity`, `mask` and `taps` as to `watch`."
+        hint = "Pass the parameters, and `granularity`, `trainable` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
     # The others were never written. `unique` sorts them by step; `last_row` repeats a row while an
     # accumulation around `watch` is open.

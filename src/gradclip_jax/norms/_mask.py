@@ -21,8 +21,8 @@ def check_mask(mask: Mask) -> None:
     for path, value in [] if callable(mask) else jax.tree.leaves_with_path(mask):
         if not isinstance(value, (bool, np.bool_)):
             hint = "Pass True for each leaf or subtree to include, else False."
-            got = f"{describe(value)} at {leaf_path('mask', path)}"
-            raise type_error("mask", "a prefix tree of bools or a function", got, hint)
+            got = f"{describe(value)} at {leaf_path('trainable', path)}"
+            raise type_error("trainable", "a prefix tree of bools or a function", got, hint)
 
 
 def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
@@ -30,7 +30,7 @@ def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
     if callable(mask):
         mask = mask(grads if params is None else params)
         check_mask(mask)
-    is_included = broadcast_prefix("mask", True if mask is None else mask, "updates", grads)
+    is_included = broadcast_prefix("trainable", True if mask is None else mask, "updates", grads)
     return jax.tree.unflatten(jax.tree.structure(grads), is_included)
 
 

@@ -100,6 +100,10 @@ class Accumulation(NamedTuple):
         """Whether each window is known to consist of one micro-batch."""
         return isinstance(self.every, (int, np.integer)) and self.every == 1
 
+    def has_sum(self, state: AccumulationState) -> bool:
+        """Return whether a state contains a sum; with `every=1`, that of another `every` may."""
+        return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
+
     def length(self, gradient_step: Scalar) -> Scalar:
         """Return the number of micro-batches in the window of a gradient step, in [1, 2^31)."""
         length = self.every(gradient_step) if callable(self.every) else self.every
@@ -141,11 +145,11 @@ class Accumulation(NamedTuple):
         # The comparison with `mini_step` keeps XLA from knowing the predicate; see `summand`.
         is_added = arrived & (batch.weight != 0) & (mini_step > 0)
         gradient = state.gradient
-        if self.needs_no_sum:
-            gradient = WeightedSum((), jnp.where(is_added, batch.weight, 0))
-        else:
+        if self.has_sum(state):
             check_same_structure(grads, gradient.total)
             gradient = gradient.add(grads, batch.weight, is_added)
+        else:
+            gradient = WeightedSum((), jnp.where(is_added, batch.weight, 0))
         state = state._replace(
             mini_step=mini_step,
             accumulation_steps=jnp.where(mini_step > 0, length, state.accumulation_steps),
@@ -174,11 +178,11 @@ class Accumulation(NamedTuple):
 
         The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
         """
-        if self.needs_no_sum:  # the gradient keeps its dtype
-            gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
-        else:
+        if self.has_sum(state):
             result = state.gradient.result(self.reduction)
             gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, result)
+        else:  # the gradient keeps its dtype
+            gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:

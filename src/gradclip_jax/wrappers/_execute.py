@@ -299,7 +299,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     update, state, accumulation = call.update, call.state, call.update.accumulation
     assert accumulation is not None
     num_outer, num_inner = len(update.outer), len(update.guards)
-    with named(update.name):
+    with named(accumulation.name):
         batch = micro_batch_of(extra_args)
     # Guards around the accumulation check the micro-batch. NaN, as a weight, is not 0.
     is_weighted = batch.weight != 0
@@ -310,15 +310,17 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
 
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
-    has_weight, has_sum = window.gradient.weight > 0, not accumulation.needs_no_sum
+    has_weight, has_sum = window.gradient.weight > 0, accumulation.has_sum(window)
 
     def step(carry: Tree) -> tuple[Tree, Tree]:
         total, carry = carry
         own = window._replace(gradient=window.gradient._replace(total=total))
         gradient, others = accumulation.close(own, grads, batch)
         output, report, carry = _step(call, gradient, carry, others)
-        # The gradient shares the buffers of the sum, which the next window overwrites.
-        return (output, report), (like_dtypes(gradient, total) if has_sum else total, carry)
+        if has_sum:
+            # The gradient shares the buffers of the sum, which the next window overwrites.
+            total = jax.tree.map(lambda x, y: y if is_float0(x) else x, gradient, total)
+        return (output, report), (total, carry)
 
     start = window.gradient.total, carry
     # If the window stays open, the updates are zeros, and no guard rejects.

@@ -63,7 +63,8 @@ def test_the_scale_falls_at_a_bad_step_and_grows_after_good_ones_in_a_row_within
             scales.append(scale_of(state))
             assert jnp.isfinite(updates).all()
         assert scales == list(expected)
-        assert (state.skipped_nonfinite, state.guard_failed) == (5, first == 1.0)
+        found = gcx.metrics(state)
+        assert (found["skipped_nonfinite"], found["guard_failed"]) == (5, first == 1.0)
 
 
 # What the inner optimizer sees
