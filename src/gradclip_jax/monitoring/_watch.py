@@ -20,10 +20,11 @@ from .._types import Array, AxisName, Count, Scalar, Tree
 from ..gates._extra_args import has_micro_batch, loss_argument, loss_of
 from ..gates._gate import ExtraArgs, check_guard
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._leaves import checked_leaves, wide_dtype
+from ..norms._groups import NormGroups, reduce_axes, table_of_sums
+from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
-from ..norms._mesh import reshard_like
-from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
+from ..norms._mesh import replicated, reshard_like
+from ..norms._norm import squares
 from ._rows import MEASURED, MEASURES, TREE, WORDS, Outcome, Row, names_of
 from ._taps import read_sums
 
@@ -190,14 +191,14 @@ def watch(
         check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
-    inner, cut = optax.with_extra_args_support(inner), as_granularity(granularity)
+    inner, parts = optax.with_extra_args_support(inner), as_granularity(granularity)
     tap_names, tap_sums = read_sums("taps", taps)
 
     def init(params: Tree) -> WatchState:
         # Remove weak types, which would cause recompilation after the first step.
         inner_state = inner.init(params)
         inner_state = like_dtypes(inner_state, inner_state)
-        names, clips = names_of(params, cut, mask, taps), _clip_factors(metrics(inner_state))
+        names, clips = names_of(params, parts, mask, taps), _clip_factors(metrics(inner_state))
         size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
         values, clips = jnp.zeros((history, size), jnp.int32), dict.fromkeys(clips)
         return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
@@ -218,9 +219,11 @@ def watch(
             raise value_error("taps", f"statistics of {listed(tap_names)}", listed(found), hint)
         output, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
-        step = [leaves.beside(mask_leaves(mask, x, params)) for x in (output, params) if with_step]
-        units = cut.cut(leaves.arrays, masked)
-        table = _measure(leaves.arrays, *step, units=units, axis_name=axis_name)
+        step = [
+            leaves.leaves_like(mask_leaves(mask, x, params)) for x in (output, params) if with_step
+        ]
+        groups = parts.partition(leaves.arrays, masked)
+        table = _measure(leaves.arrays, *step, groups=groups, axis_name=axis_name)
         before, after = metrics(state.inner_state), metrics(inner_state)
         table /= jnp.array([[1, before.get("loss_scale", 1), 1, 1]], jnp.float32)
         differs, device = _other_replica(table[:, -1], replica_axis, state.step_count % check_every)
@@ -235,9 +238,9 @@ def watch(
 
 
 def _measure(
-    gradient: Sequence[Array], *step: Sequence[Array], units: Units, axis_name: AxisName
+    gradient: Sequence[Array], *step: Sequence[Array], groups: NormGroups, axis_name: AxisName
 ) -> Array:
-    """Measure the whole tree and each unit, float32[1 + units, 4].
+    """Measure the whole tree and each norm group, float32[1 + groups, 4].
 
     The columns are the number of non-finite elements of the gradient, and the norms of gradient,
     update and parameters. Without `step`, the updates and the parameters, their norms are 0.
@@ -258,27 +261,26 @@ def _measure(
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
-    def of_units(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
+    def of_groups(terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
         # With `jit`, the terms are traced once for all leaves of the same shape.
         terms = jax.jit(terms, static_argnums=1)
         # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-        return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
+        return fusion_barrier(table_of_sums(terms, *columns, groups=groups, axis_name=axis_name))
 
     # The sums are separate, because inside `shard_map` the gradient may vary over mesh axes over
     # which `inner` averages it. The sums of the step are then not reduced over these axes.
-    sums = of_units(of_gradient, gradient)
-    table = jnp.concatenate([sums, of_units(of_step, *step) if step else jnp.zeros_like(sums)], 1)
-    if units.axes is not None or units.names:
+    sums = of_groups(of_gradient, gradient)
+    table = jnp.concatenate([sums, of_groups(of_step, *step) if step else jnp.zeros_like(sums)], 1)
+    if groups.axes is not None or groups.labels:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
-    return jnp.where(jnp.arange(4) == 0, table, norm_of_squares(table)).astype(jnp.float32)
+    return jnp.where(jnp.arange(4) == 0, table, jnp.sqrt(table)).astype(jnp.float32)
 
 
 def _sums(axes: tuple[int, ...], *terms: Array) -> Array:
     """Return two sums for each norm of a leaf, float[norms, 2]."""
     sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
-    # An array that is sharded over explicit mesh axes is replicated, like its sum.
-    return reshard_like(sums, jnp.sum(sums)).reshape(-1, 2)
+    return replicated(sums).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:

@@ -1,0 +1,205 @@
+"""Norms, clips and rules that once gave a wrong result without a sign."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradclip_jax as gcx
+from compat import needs_eight_devices
+
+GRADS = jnp.array([3.0, 4.0])
+TREE = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+rules, granularities = gcx.thresholds, gcx.granularities
+sgd = optax.sgd(1.0)
+
+
+def clipped(tx, grads=GRADS, params=None):
+    return tx.update(grads, tx.init(grads), grads if params is None else params)[0]
+
+
+CLIPS = {
+    "clip_by_global_norm": gcx.clip_by_global_norm,
+    "clip_by_leaf_norm": gcx.clip_by_leaf_norm,
+    "clip_by_group_norm": lambda x: gcx.clip_by_group_norm({"a": x}, "a"),
+    "clip_by_block_rms": gcx.clip_by_block_rms,
+    "clip_by_value": gcx.clip_by_value,
+    "adagc": lambda x: gcx.adagc(absolute=x),
+    "schedule": lambda x: gcx.clip_by_global_norm(lambda step: x),
+    "ema": lambda x: gcx.clip_by_global_norm(rules.ema(warmup_max=x)),
+    "capped": lambda x: gcx.clip_by_global_norm(rules.capped(rules.quantile(initial=9.0), x)),
+    "skip_spikes": lambda x: gcx.skip_spikes(optax.identity(), norm=x),
+    "clip_grad_norm": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_norm(g, x)[0]),
+    "clip_grad_value": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_value(g, x)),
+    "stable_adamw": lambda x: gcx.stable_adamw(1e-3, clipping=x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The transformation inside")
+@pytest.mark.parametrize(
+    "number", [np.int64(3_000_000_000), 2**40, np.uint64(2**63)], ids=["int64", "int", "uint64"]
+)
+@pytest.mark.parametrize("name", CLIPS)
+def test_an_integer_above_int32_is_the_same_threshold_as_its_float(name, number):
+    wanted = clipped(CLIPS[name](float(number)))
+    np.testing.assert_array_equal(clipped(CLIPS[name](number)), wanted)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_an_integer_above_all_floats_raises_a_value_error(name):
+    with pytest.raises(ValueError, match="must be"):
+        clipped(CLIPS[name](10**400))
+
+
+@pytest.mark.parametrize("ord, wanted", [(None, 1e-14), (1, 1e-11)])
+def test_small_elements_have_a_norm(ord, wanted):
+    found = gcx.global_norm(jnp.full(10**6, 1e-17), ord=ord)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call, argument",
+    [
+        (lambda: gcx.combine_norms([-3.0, 4.0]), "norms"),
+        (lambda: gcx.combine_norms(jnp.array([-3.0, 4.0]), ord=1), "norms"),
+        (lambda: gcx.clip_grad_norm(GRADS, 1.0, norm=-1.0), "norm"),
+        (lambda: gcx.clip_grad_norm(GRADS, 1.0, norm=np.float32(-1)), "norm"),
+    ],
+)
+def test_a_negative_norm_raises(call, argument):
+    with pytest.raises(ValueError, match=f"`{argument}"):
+        call()
+
+
+def test_a_vector_of_norms_raises_in_clip_grad_norm():
+    with pytest.raises((TypeError, ValueError), match="`norm`"):
+        gcx.clip_grad_norm(jnp.ones((2, 3)), 1.0, norm=np.array([1.0, 10.0, 100.0]))
+
+
+def per_example(reaction):
+    fun = gcx.per_example.value_and_grad(jnp.dot, 1.0, reaction=reaction)
+    return fun(jnp.ones(2), jnp.ones((2, 2)))
+
+
+@pytest.mark.parametrize("factor", [16.7, -1.0])
+@pytest.mark.parametrize(
+    "call",
+    [lambda reaction: clipped(gcx.clip_by_norm(1.0, reaction=reaction)), per_example],
+    ids=["clip_by_norm", "per_example"],
+)
+def test_a_reaction_outside_0_and_1_raises(call, factor):
+    with pytest.raises(ValueError, match="reaction"):
+        call(lambda norm, threshold: factor)
+
+
+@pytest.mark.parametrize("value", [(2.0, 1.0), jnp.ones(3)], ids=["tuple", "vector"])
+@pytest.mark.parametrize("granularity", ["global", "leaf"])
+def test_a_reaction_with_another_result_than_a_factor_raises(granularity, value):
+    tx = gcx.clip_by_norm(1.0, granularity=granularity, reaction=lambda norm, threshold: value)
+    with pytest.raises((TypeError, ValueError), match="`reaction`"):
+        clipped(tx, TREE)
+
+
+def test_traced_bounds_of_clip_by_value_below_0_give_zeros_or_values_within_the_bounds():
+    grads = jnp.array([-3.0, 0.0, 3.0])
+    found = jax.jit(lambda a, b: clipped(gcx.clip_by_value(a, min_value=b), grads))(-1.0, -2.0)
+    assert not np.any(found) or np.all((found >= -2) & (found <= -1))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38], ids=["nan", "inf", "overflow"])
+@pytest.mark.parametrize(
+    "tx",
+    [gcx.clip_by_global_norm(1.0), gcx.clip_by_leaf_norm(1.0), gcx.adaptive_grad_clip(0.1)],
+    ids=["global", "leaf", "agc"],
+)
+def test_forward_derivatives_of_a_bad_step_are_zero_as_reverse_ones(tx, bad):
+    grads = jnp.array([bad, bad, 1.0])
+    params = jnp.ones(3)
+    _, tangent = jax.jvp(lambda g: clipped(tx, g, params), (grads,), (jnp.ones(3),))
+    cotangent = jax.grad(lambda g: clipped(tx, g, params).sum())(grads)
+    np.testing.assert_array_equal(tangent, jnp.zeros(3))
+    np.testing.assert_array_equal(cotangent, jnp.zeros(3))
+
+
+MAPPED = {
+    "num_layer_axes": lambda: gcx.clip_by_leaf_norm(rules.ema(), num_layer_axes={"w": 1, "b": 0}),
+    "labels": lambda: gcx.clip_by_group_norm(1.0, {"w": "a", "b": "b"}),
+    "granularity": lambda: gcx.watch(
+        sgd, granularity=granularities.group({"w": "a", "b": "b"}), of=("gradient",)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_map_params_accepts_transformations_with_prefix_trees(name):
+    tx = optax.chain(MAPPED[name](), optax.trace(0.9))
+    doubled = optax.tree.map_params(tx, lambda x: 2 * x + 1, tx.init(TREE))
+    np.testing.assert_array_equal(doubled[1].trace["w"], jnp.ones((4, 2)))
+
+
+EXPLICIT = {
+    "zero": {"threshold": 1.0, "reaction": "zero"},
+    "function": {"threshold": 1.0, "reaction": lambda norm, threshold: threshold / (norm + 1)},
+    "ema": {"threshold": rules.ema(warmup_steps=1)},
+    "mean_std": {"threshold": rules.mean_std(window=4, warmup_steps=1)},
+    "relative": {"threshold": rules.relative_to_params(0.1)},
+}
+
+
+@needs_eight_devices
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicitly_sharded_norms_are_clipped_as_on_one_device(name):
+    tx = gcx.clip_by_norm(**EXPLICIT[name], granularity=granularities.axis(-1))
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
+    grads = jnp.arange(32.0).reshape(8, 4)
+    update = jax.jit(functools.partial(clipped, tx))
+    with jax.set_mesh(mesh):
+        found = update(jax.device_put(grads, NamedSharding(mesh, P("i"))))
+    np.testing.assert_allclose(found, clipped(tx, grads), rtol=1e-6)
+
+
+FACTORIES = [getattr(rules, x) for x in ("zscore", "mean_std", "percentile", "quantile", "ema")]
+FACTORIES += [rules.relative_to_params, rules.capped]
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "make, argument",
+    [
+        (gcx.clip_by_global_norm, "max_norm"),
+        (lambda x: gcx.clip_by_group_norm({"a": x}, "a"), "max_norms"),
+        (lambda x: gcx.skip_spikes(sgd, norm=x), "norm"),
+        (lambda x: rules.capped(x, 1.0), "rule"),
+    ],
+    ids=["clip", "groups", "skip_spikes", "capped"],
+)
+def test_a_factory_of_rules_that_was_not_called_raises_where_it_is_passed(make, argument, factory):
+    with pytest.raises(TypeError, match=rf"`{argument}.* must be .*{factory.__name__}\("):
+        make(factory)
+
+
+@pytest.mark.parametrize("factory", [granularities.axis, granularities.layer])
+def test_a_factory_of_granularities_that_was_not_called_raises(factory):
+    with pytest.raises((TypeError, ValueError), match=rf"{factory.__name__}\("):
+        gcx.clip_by_norm(1.0, granularity=factory)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.Rule(lambda norm: (), lambda norm, state: (norm, state)),
+        rules.Rule(lambda: (), lambda norm, state, param_norm: (norm, state)),
+        rules.Rule(lambda norm: (), lambda norm, state, param_norm: (jnp.ones(5), state)),
+        rules.Rule(lambda norm: (), lambda norm, state, param_norm: ("1", state)),
+        rules.Rule(lambda norm: norm, lambda norm, state, param_norm: (norm, (state, state))),
+    ],
+    ids=["arity of update", "arity of init", "vector", "string", "state"],
+)
+def test_a_rule_that_breaks_its_contract_names_the_argument_and_the_rule(rule):
+    with pytest.raises(TypeError, match="`max_norm`.*[Rr]ule"):
+        clipped(gcx.clip_by_global_norm(rule))
