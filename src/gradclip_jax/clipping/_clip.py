@@ -171,7 +171,7 @@ def norm_clip(
 
 def _total_norm(norms: PerGroup, ord: float, axis_name: AxisName) -> Scalar:
     """Combine the norms of all groups to the norm of all elements."""
-    if len(norms.arrays) == 1 and not norms.arrays[0].ndim:
+    if norms.is_scalar:
         return norms.arrays[0]
     return norm_of_leaves(norms.arrays, ord, axis_name)
 
@@ -205,28 +205,22 @@ def _metrics(
 
     The threshold and the factor of all groups are the smallest ones.
     """
+    bounds = thresholds.map(lambda threshold: jnp.minimum(threshold, UNBOUNDED))
+    is_clipped = factors.map(lambda factor: (factor != 1).astype(factor.dtype))
+    bound, factor = bounds.min(UNBOUNDED), factors.min(1.0)
     shards = [shard_axes(x, axis_name) for x in factors.arrays]
     everywhere = frozenset[str]().union(*shards)
-    bound, factor = (
-        x.reduce(functools.partial(jnp.min, initial=initial), jnp.minimum)
-        for x, initial in ((thresholds, UNBOUNDED), (factors, 1.0))
-    )
     if everywhere:
-        rows = list(zip(factors.arrays, shards, strict=True))
-        clipped = [jnp.sum(x != 1) / replica_count(axes, everywhere) for x, axes in rows]
-        num_clipped = sum_over(sum(clipped), everywhere)
-        size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)  # infinity replaces NaN
-    else:
-        num_clipped = factors.reduce(lambda x: jnp.sum(x != 1, dtype=x.dtype), jnp.add)
-        size = sum(x.size for x in factors.arrays)
-    fraction = num_clipped / max(size, 1)
-    metrics = total, bound, factor, fraction
-    if norms.groups.labels:
-        bounds = thresholds.map(lambda x: jnp.minimum(x, UNBOUNDED))
-        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
-    return optax.tree.cast(metrics, jnp.float32)
+        shares = [jnp.full((), 1 / replica_count(axes, everywhere)) for axes in shards]
+        is_clipped = is_clipped.map(jnp.multiply, PerGroup(shares, factors.groups))
+    rows = zip(factors.arrays, shards, strict=True)
+    size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+    fraction = sum_over(is_clipped.sum(), everywhere) / max(size, 1)
+    if factors.groups.labels:
+        total, bound, factor = (x.by_label() for x in (norms, bounds, factors))
+    return optax.tree.cast((total, bound, factor, fraction), jnp.float32)
 
 
 def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:

@@ -104,19 +104,30 @@ class PerGroup:
         columns = (x.arrays if isinstance(x, PerGroup) else [x] * len(self.arrays) for x in others)
         return PerGroup(map_arrays(fun, self.arrays, *columns), self.groups)
 
-    def reduce(
-        self, fun: Callable[[Array], Scalar], combine: Callable[[Array, Array], Array]
-    ) -> Scalar:
-        """Combine the results of `fun`, which reduces an array of numbers to a scalar."""
-        return reduce_arrays(fun, combine, self.arrays or [jnp.zeros(0)])
+    def min(self, initial: float) -> Scalar:
+        """Return the smallest number, at most `initial`."""
+        if self.is_scalar:
+            return self.arrays[0]
+        least = functools.partial(jnp.min, initial=initial)
+        return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
+
+    def sum(self) -> Scalar:
+        """Return the sum of all numbers."""
+        if self.is_scalar:
+            return self.arrays[0]
+        return reduce_arrays(jnp.sum, jnp.add, self.arrays or [jnp.zeros(0)])
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether there is one norm group, whose number is a scalar."""
+        return len(self.arrays) == 1 and not self.arrays[0].ndim
 
     def for_leaves(self, leaves: Sequence[Array]) -> list[Array | None]:
         """Return the numbers of each leaf, which broadcast against it; None without a group."""
         index = self.groups.index
-        if len(self.arrays) == 1:
-            numbers = broadcast_scalar(self.arrays[0], leaves)
-        else:
-            numbers = [self.arrays[i or 0] for i in index] if self.arrays else []
+        if len(self.arrays) != 1:
+            return [None if i is None else self.arrays[i] for i in index]
+        numbers = broadcast_scalar(self.arrays[0], leaves)
         return [None if i is None else x for i, x in zip(index, numbers, strict=True)]
 
     def by_label(self) -> dict[str, Scalar]:

@@ -126,7 +126,7 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
 
 def is_placed(x: object) -> bool:
     """Return whether a leaf is in device memory, and neither `reduced` nor unreduced."""
-    if not isinstance(x, jax.Array) or is_float0(x):
+    if not isinstance(x, jax.Array):
         return True
     kind = jax.typeof(x)
     is_on_host = getattr(getattr(kind, "memory_space", None), "name", "") == "Host"
@@ -137,7 +137,7 @@ def is_placed(x: object) -> bool:
 def check_placement(argument: str, tree: Tree) -> None:
     """Raise if a leaf is in host memory, unreduced, or has unreduced gradients."""
     for path, x in jax.tree.leaves_with_path(tree):
-        if not is_placed(x):
+        if not (is_float0(x) or is_placed(x)):
             hint = (
                 "Move it inside the step with `jax.device_put(leaf, jax.memory.Space.Device)`, and "
                 "sum gradients over devices first, for example with `microbatched_value_and_grad`."
