@@ -116,8 +116,10 @@ def listed(places: Iterable[str]) -> str:
     return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> None:
+def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
+
+    Return it as a float, because int32 cannot represent every integer; traced values unchanged.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -128,31 +130,40 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     if not is_scalar(value, jnp.floating, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
-        return
-    known = float(value)
+        return value
+    try:
+        known = float(value)
+    except OverflowError:  # an integer above all floats
+        raise value_error(argument, rule, "a larger integer", hint) from None
     is_above = low <= known if interval[0] == "[" else low < known
     is_below = known <= high if interval[-1] == "]" else known < high
     is_float32 = known in (0, math.inf, -math.inf) or _TINY <= abs(known) <= UNBOUNDED
     if not (is_above and is_below and is_float32):
         raise value_error(argument, rule, shortened(value), hint)
+    return known
 
 
-def check_decays(**decays: object) -> None:
-    """Raise if a decay rate is not a number in [0, 1)."""
+def check_decays(**decays: object) -> list[Any]:
+    """Return decay rates like `check_number`; raise if one is not a number in [0, 1)."""
     hint = "Pass a decay rate such as 0.99."
-    for argument, value in decays.items():
-        check_number(argument, value, hint, "[0, 1)")
+    return [check_number(name, value, hint, "[0, 1)") for name, value in decays.items()]
 
 
 def check_count(
     argument: str, value: Any, hint: str, *, low: int = 1, high: int = np.iinfo(np.int32).max
-) -> None:
-    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`."""
+) -> Any:
+    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`.
+
+    Return it as a Python integer; traced values unchanged.
+    """
     rule = f"an integer in [{low}, {high}]"
     if not is_scalar(value, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
-    if not is_traced(value) and not low <= int(value) <= high:
+    if is_traced(value):
+        return value
+    if not low <= int(value) <= high:
         raise value_error(argument, rule, shortened(value), hint)
+    return int(value)
 
 
 def check_static(argument: str, value: object) -> None:
@@ -163,10 +174,10 @@ def check_static(argument: str, value: object) -> None:
         raise type_error(argument, rule, describe(value), hint)
 
 
-def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> None:
-    """Check that a value is a static integer between `low` and 2^20."""
+def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int:
+    """Check that a value is a static integer between `low` and 2^20, and return it."""
     check_static(argument, value)
-    check_count(argument, value, hint, low=low, high=2**20)
+    return check_count(argument, value, hint, low=low, high=2**20)
 
 
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
@@ -284,7 +295,12 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 def broadcast_prefix(
     argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
-    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`."""
+    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`.
+
+    A tree without leaves may have any prefix, as the placeholder of `optax.tree.map_params`.
+    """
+    if not jax.tree.leaves(tree):
+        return []
     entries, structure = jax.tree.flatten(prefix, is_leaf)
     indices = structure.unflatten(range(len(entries)))  # an entry may be None or a tree
     try:

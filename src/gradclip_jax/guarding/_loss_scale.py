@@ -19,7 +19,7 @@ from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
 from ..wrappers._execute import wrap
 from ..wrappers._state import WrapperState
-from ._skip_nonfinite import Check, finite_guard, is_bad
+from ._skip_nonfinite import Check, finite_guard, is_nonfinite
 
 _MIN_SCALE: Final = 1.0
 _MAX_SCALE: Final = 2.0**24
@@ -227,6 +227,6 @@ def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
         x = jnp.asarray(x)
         dtype = wide_dtype(x.dtype)
         quotient = x.astype(dtype) / state.loss_scale.astype(jnp.finfo(dtype).dtype)
-        return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
+        return quotient if dtype == x.dtype else jnp.where(is_nonfinite(x), jnp.nan, quotient)
 
     return jax.tree.map(divide, grads)

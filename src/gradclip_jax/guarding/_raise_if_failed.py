@@ -12,7 +12,7 @@ from .._checks import check_no_transformation, leaf_path, listed
 from .._errors import public
 from .._states import find_states, metrics, plain_arrays
 from .._types import Tree
-from ..norms._leaves import is_measured
+from ..norms._leaves import is_inexact
 from ..wrappers._state import WrapperState
 
 _NAMES: Final = {
@@ -61,7 +61,7 @@ def raise_if_failed(state: Tree) -> None:
     bad = [
         leaf_path("state", path)
         for path, x in jax.tree.leaves_with_path(plain_arrays(state))
-        if is_measured(x) and np.ndim(x) and not np.all(jnp.isfinite(x))
+        if is_inexact(x) and np.ndim(x) and not np.all(jnp.isfinite(x))
     ]
     message = f"raise_if_failed: {found['consecutive_skips']} consecutive skips"
     message += f" ({', '.join(counts)}). "

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._errors import value_error
 from .._types import Array, HostArray, Scalar, Tree
-from ..norms._granularity import unit_names
+from ..norms._granularity import group_names
 from ..norms._mask import Mask, mask_leaves
 from ..wrappers._state import Outcome
 from ._taps import SHAPE, STATISTICS, read_sums, statistics
@@ -62,7 +62,7 @@ class Names(NamedTuple):
 
 def names_of(params: Tree, granularity: Any = "leaf", mask: Mask = None, taps: Any = None) -> Names:
     """Return the names of the units and taps that `watch` measures."""
-    units = unit_names(granularity, mask_leaves(mask, params, params))
+    units = group_names(granularity, mask_leaves(mask, params, params))
     return Names(units=tuple(units), taps=tuple(read_sums("taps", taps)[0]))
 
 

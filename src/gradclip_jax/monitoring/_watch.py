@@ -27,10 +27,11 @@ from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._leaves import checked_leaves, wide_dtype
+from ..norms._groups import NormGroups, reduce_axes, table_of_sums
+from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
-from ..norms._mesh import reshard_like
-from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
+from ..norms._mesh import replicated, reshard_like
+from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
 from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
@@ -282,7 +283,7 @@ class WatchUpdate(InPlaceUpdate):
     def _leaves(self, tree: Tree, like: Tree, params: Tree | None) -> list[Array]:
         """Return the leaves of a tree that are measured, which are the inexact leaves of `like`."""
         own = checked_leaves("updates", mask_leaves(self.trainable, like, params))
-        return own.beside(mask_leaves(self.trainable, tree, params))
+        return own.leaves_like(mask_leaves(self.trainable, tree, params))
 
     def _measure_step(self, updates: Tree, params: Tree) -> Array:
         """Return the sums of the squares of updates and parameters for each norm group."""
@@ -297,8 +298,8 @@ class WatchUpdate(InPlaceUpdate):
     def _groups(self, tree: Tree, params: Tree | None) -> dict[str, Any]:
         """Return the norm groups and the mesh axes of a tree, as keyword arguments."""
         masked = mask_leaves(self.trainable, tree, params)
-        units = self.granularity.cut(checked_leaves("updates", masked).arrays, masked)
-        return {"units": units, "axis_name": self.axes[0]}
+        groups = self.granularity.partition(checked_leaves("updates", masked).arrays, masked)
+        return {"groups": groups, "axis_name": self.axes[0]}
 
     def _record(
         self,
@@ -313,7 +314,7 @@ class WatchUpdate(InPlaceUpdate):
         axis_name, replica_axis = self.axes
         groups = self._groups(grads, params)
         sums = sums_of_gradient(self._leaves(grads, grads, params), **groups)
-        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["units"])
+        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["groups"])
         found = metrics(inner_state)
         # The gradient was multiplied by the loss scale before the call.
         scale = metrics(state.inner_state).get("loss_scale", 1)
@@ -356,7 +357,7 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
 
-def sums_of_gradient(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+def sums_of_gradient(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
     """Return the number of non-finite elements and the sum of squares of each norm group.
 
     The result is float[groups, 2].
@@ -366,11 +367,11 @@ def sums_of_gradient(leaves: Sequence[Array], *, units: Units, axis_name: AxisNa
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
         return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
 
 
 def sums_of_step(
-    updates: Sequence[Array], params: Sequence[Array], *, units: Units, axis_name: AxisName
+    updates: Sequence[Array], params: Sequence[Array], *, groups: NormGroups, axis_name: AxisName
 ) -> Array:
     """Return the sums of squares of updates and parameters of each norm group, float[groups, 2].
 
@@ -387,49 +388,47 @@ def sums_of_step(
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
-    return _sums_of_groups(terms, updates, params, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, updates, params, groups=groups, axis_name=axis_name)
 
 
-def sums_of_params(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+def sums_of_params(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
     """Return the result of `sums_of_step` for updates of zero."""
     dtype = norm_dtype(leaves)
 
     def terms(p: Array, axes: tuple[int, ...]) -> Array:
-        total = reduce_axes(jnp.sum, squares(p, dtype), axes)
-        total = reshard_like(total, jnp.sum(total)).reshape(-1)
+        total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
         return jnp.stack([jnp.zeros_like(total), total], -1)
 
-    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
 
 
 def _sums_of_groups(
-    terms: Callable[..., Array], *columns: Sequence[Array], units: Units, axis_name: AxisName
+    terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
 ) -> Array:
     """Return two sums for each norm group; `terms` returns those of a leaf."""
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
     # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-    return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
+    return fusion_barrier(table_of_sums(terms, *columns, groups=groups, axis_name=axis_name))
 
 
-def norm_table(of_gradient: Array, of_step: Array, units: Units) -> Array:
+def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
     """Return the norms of the whole tree and of each norm group, float32[1 + groups, 4].
 
     The columns are the number of non-finite elements of the gradient, and the norms of gradient,
     update and parameters.
     """
     table = jnp.concatenate([of_gradient, of_step], 1)
-    if units.axes is not None or units.names:
+    if groups.axes is not None or groups.labels:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
-    return jnp.where(jnp.arange(4) == 0, table, norm_of_squares(table)).astype(jnp.float32)
+    return jnp.where(jnp.arange(4) == 0, table, jnp.sqrt(table)).astype(jnp.float32)
 
 
 def _sums(axes: tuple[int, ...], *terms: Array) -> Array:
     """Return two sums for each norm of a leaf, float[norms, 2]."""
     sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
-    # An array that is sharded over explicit mesh axes is replicated, like its sum.
-    return reshard_like(sums, jnp.sum(sums)).reshape(-1, 2)
+    return replicated(sums).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:

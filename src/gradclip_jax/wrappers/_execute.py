@@ -305,7 +305,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     is_weighted = batch.weight != 0
     given = batch.extra_args | {"weight": batch.weight}
     outer = update.outer, state.outer
-    grads, received = _receive(*outer, call.grads, call.params, given, is_weighted)
+    grads, received = _receive(*outer, call.grads, call.params, given, is_weighted, True)
     is_accepted = ~jnp.asarray(any_of(received.rejections))
 
     with named(accumulation.name):
@@ -355,6 +355,7 @@ def _receive(
     params: Tree,
     extra_args: ExtraArgs,
     is_checked: Scalar | bool = True,
+    is_micro_batch: bool = False,
 ) -> tuple[Tree, _Report]:
     """Pass a gradient through guards, which unscale, mask and check it.
 
@@ -367,7 +368,8 @@ def _receive(
         with named(guard.name):
             grads = guard.receive(grads, state.rule_state, params)
             norms.append(guard.norm(grads))
-            rejections, seen = guard.check(grads, norms[-1], state.rule_state, params, extra_args)
+            check = (is_micro_batch and guard.check_micro_batch) or guard.check
+            rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
         found.append({cause: flag & is_checked for cause, flag in rejections.items()})
         observed.append(seen)
     norm = norms[0].astype(jnp.float32) if norms else None
