@@ -162,9 +162,9 @@ def is_narrow(x: Array) -> bool:
     return float(jnp.finfo(x.dtype).max) < 1e38
 
 
-def has_finite_narrow_squares(tree: Tree, axis_name: AxisName) -> Scalar | bool:
+def has_finite_narrow_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     """Return whether the squares of narrow leaves, such as float16, are finite in their dtypes."""
-    is_finite: Scalar | bool = True
+    is_finite = jnp.bool_(True)
     leaves = inexact_leaves(tree)
     for dtype in {x.dtype: None for x in leaves if is_narrow(x)}:
         # Without the barrier, XLA may omit the rounding that makes these values infinite.
