@@ -11,11 +11,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_readme import blocks
 
 import gradclip_jax as gcx
 from compat import needs_eight_devices, x64
 from files import ROOT
-from test_readme import blocks
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +32,17 @@ def page(name):
 
 def in_float64(fun, *args):
     """The result of `fun` for the same arguments in float64."""
-    wide = jax.tree.map(lambda x: np.float64(x) if np.asarray(x).dtype.kind == "f" else np.asarray(x), args)
+    wide = jax.tree.map(
+        lambda x: np.float64(x) if np.asarray(x).dtype.kind == "f" else np.asarray(x), args
+    )
     with x64():
         return jax.tree.map(np.asarray, jax.jit(fun)(*wide))
 
 
 def relative_error(tree, exact):
-    flat = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (tree, exact))
+    flat = (
+        np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (tree, exact)
+    )
     found, exact = flat
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
@@ -73,11 +77,11 @@ def test_shares_of_several_terms_add_up_to_the_gradient_of_the_batch(way):
     names = page("several_terms")
     params, batch, totals = names["params"], names["batch"], names["totals"]
     exact = in_float64(jax.grad(names["loss_fn"]), params, batch, totals)
-    if way == "one call":
-        found = names["grads"]
-    else:
-        found = jax.tree.map(jnp.negative, names["updates"])
-    assert relative_error(found, exact) < 1e-6
+    summed = {
+        "one call": names["grads"],
+        "several calls": jax.tree.map(jnp.negative, names["updates"]),
+    }
+    assert relative_error(summed[way], exact) < 1e-6
     wrong = jax.jit(names["wrong"])(params, batch)[1]
     assert relative_error(wrong, exact) > 0.02
 
