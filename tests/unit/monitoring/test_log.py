@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.diagnostics import Incident
+from gradclip_jax.monitoring._log import read_lines, to_json
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows, to_lines, to_rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"))
@@ -15,7 +16,7 @@ ALL |= Outcome.HAS_GRADIENT | Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER | Outco
 
 
 def read(log, **options):
-    return to_rows(read_lines(log, **options))
+    return to_rows(read_lines(log, **options))[:2]
 
 
 def random_rows(size):
@@ -107,6 +108,7 @@ def test_clips_that_are_not_in_a_line_have_not_clipped():
 
 def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
     # An incident follows the rows of its read, so that its step is earlier than the last one.
-    log = [{"step": i, "loss": 1.0} for i in range(9)] + [{"step": 4, "loss": 9.0, "sentence": ""}]
+    incident = to_json(Incident(4, ("loss",), "step 4: applied, loss 9")._asdict())
+    log = [*({"step": i, "loss": 1.0} for i in range(9)), incident]
     rows, _ = read([{f"g/{key}": x for key, x in line.items()} for line in log])
     assert rows.step.tolist() == list(range(9)) and rows.loss[4] == 1
