@@ -317,10 +317,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     lines = read_lines(log, prefix=prefix)
     rows, names, remark = to_rows(lines)
     if not len(rows.step):
-        hint = (
-            "Rename columns to `step`, `loss` and `gradient_norm`; docs/recipes/logging.md lists "
-        )
-        hint += "lists other names."
+        hint = "docs/recipes/logging.md lists the names of columns that are read."
         keys = dict.fromkeys(key for line in lines for key in line)
         got = f"a log with the columns {listed(map(repr, keys))}" if keys else "an empty log"
         got += f" ({remark})" if remark else ""

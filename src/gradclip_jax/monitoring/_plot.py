@@ -38,9 +38,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
 
     | in the plot | meaning |
     | --- | --- |
-    | heat maps | norms of gradient, update and parameters of at most 40 leaves or layers, those with \
-        incidents first; until the next measurement, the color stays the same |
-    | colors | logarithmic, from the 1st to the 99th percentile |
+    | heat maps | norms of at most 40 leaves or layers, those with incidents first |
+    | colors | logarithmic, from the 1st to the 99th percentile, until the next measurement |
     | red | a non-finite value |
     | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
     | lines instead of heat maps | the log has no norms of leaves or layers |
@@ -158,7 +157,8 @@ def _draw_heat_map(axis: Any, panel: _Panel, ends: HostArray, labels: HostArray)
 def _mark_incidents(axis: Any, incidents: Sequence[Incident]) -> None:
     """Draw a line at the first step of each streak, and shade the streak."""
     starts = [i for i, x in enumerate(incidents) if x.streak == 1 or i == 0]
-    for first, stop in zip(starts, [*starts[1:], len(incidents)], strict=True):
+    stops = [*starts, len(incidents)][1:]
+    for first, stop in zip(starts, stops, strict=False):
         start, end = incidents[first].step, incidents[stop - 1].step
         axis.axvline(start, color=_RED, linewidth=0.8, alpha=0.7)
         if end > start:

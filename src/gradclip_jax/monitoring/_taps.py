@@ -200,7 +200,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
 def _scans(
     argument: str, stats: Tree
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[Path, Array]]]]:
-    """Yield the shape of the sums and all taps of each scan; a tap outside scans is one of its own."""
+    """Yield the shape of the sums and the taps of each scan, and of each tap outside of scans."""
     leaves = jax.tree.leaves_with_path(stats)
     for path, x in leaves:
         if np.shape(x)[-2:] != SHAPE:
