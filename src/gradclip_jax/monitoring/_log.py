@@ -200,8 +200,15 @@ def _new_names(keys: Collection[str], prefix: str | None) -> dict[str, tuple[str
         if number and (head in (start, "") or prefix is None and heads[number] == {head}):
             names[key] = number, _RANKS[name] + len(_RANKS) * (head != start)
         else:
-            names[key] = str(key).removeprefix(start), 0
+            names[key] = _escape(str(key).removeprefix(start)), 0
     return names
+
+
+def _escape(text: str) -> str:
+    """Escape control characters, so that terminals and plots show them."""
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _split_key(key: str) -> tuple[str, str]:

@@ -43,7 +43,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | red | a non-finite value |
     | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
     | lines instead of heat maps | the log has no norms of leaves or layers |
-    | vertical lines, and shaded areas | an incident, and the streak of incidents that follows it |
+    | vertical lines | an incident, or the first one of a streak, which is shaded |
 
     The first 6 and the last 6 streaks are described below the plot. The figure is 900 pixels wide.
     It requires matplotlib: `pip install "gradclip_jax[plots]"`.
@@ -84,15 +84,13 @@ def plot_log(log: LogSource | Monitor) -> Any:
     size = 9, sum(heights) + 0.5 * len(heights) + 0.3 * len(captions) + 0.5
     figure = Figure(size, dpi=100, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    # The end of a measurement is the next row of the log, measured or not.
-    ends = np.append(rows.step[1:], rows.end)
     for axis, panel in zip(axes, panels, strict=True):
         axis.set_title(panel.title, loc="left", fontsize=9)
         if panel.values.ndim == 1:
             _draw_line(axis, panel)
         else:
-            _draw_heat_map(axis, panel, ends[np.isin(rows.step, panel.steps)], names[shown])
-        _mark_incidents(axis, incidents)
+            _draw_heat_map(axis, panel, rows, names[shown])
+        _mark_incidents(axis, incidents, with_streaks=panel.values.ndim == 1)
     axes[-1].set_xlim(rows.step[0], rows.end)
     axes[-1].set_xlabel("step", fontsize=8)
     # Names of leaves may contain a dollar sign.
@@ -134,18 +132,20 @@ def _draw_line(axis: Any, panel: _Panel) -> None:
     axis.plot(bad, np.full(len(bad), 0.03), marker="|", markersize=8, **options)
 
 
-def _draw_heat_map(axis: Any, panel: _Panel, ends: HostArray, labels: HostArray) -> None:
-    """Draw a row for each label: finite values as colors, others as red bars until `ends`."""
+def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> None:
+    """Draw a row for each label: finite values as colors, and red bars for the steps of others."""
     is_finite = np.isfinite(panel.values)
     positive = panel.values[is_finite & (panel.values > 0)]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
     values = np.where(is_finite, np.maximum(panel.values, low), np.nan).T
-    edges = np.append(panel.steps, ends[-1]), np.arange(len(labels) + 1) - 0.5
+    edges = np.append(panel.steps, rows.end), np.arange(len(labels) + 1) - 0.5
     options = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01), "rasterized": True}
     mesh = axis.pcolormesh(*edges, values, **options)
+    # The next measurement may be many steps later, so a bar ends at the next row.
+    widths = np.append(np.diff(rows.step), 1)[np.isin(rows.step, panel.steps)]
     for unit in np.flatnonzero(~is_finite.all(axis=0)):
         bad = ~is_finite[:, unit]
-        spans = np.stack([panel.steps[bad], (ends - panel.steps)[bad]], 1)
+        spans = np.stack([panel.steps[bad], widths[bad]], 1)
         # The outline is visible even if a step is narrower than a pixel.
         axis.broken_barh(spans, (unit - 0.5, 1), color=_RED, linewidth=0.8, rasterized=True)
     axis.set_facecolor(_MISSING)
@@ -154,14 +154,14 @@ def _draw_heat_map(axis: Any, panel: _Panel, ends: HostArray, labels: HostArray)
     axis.invert_yaxis()
 
 
-def _mark_incidents(axis: Any, incidents: Sequence[Incident]) -> None:
-    """Draw a line at the first step of each streak, and shade the streak."""
+def _mark_incidents(axis: Any, incidents: Sequence[Incident], *, with_streaks: bool) -> None:
+    """Draw a line at the first step of each streak of incidents, and optionally shade streaks."""
     starts = [i for i, x in enumerate(incidents) if x.streak == 1 or i == 0]
     stops = [*starts, len(incidents)][1:]
     for first, stop in zip(starts, stops, strict=False):
         start, end = incidents[first].step, incidents[stop - 1].step
         axis.axvline(start, color=_RED, linewidth=0.8, alpha=0.7)
-        if end > start:
+        if with_streaks and end > start:
             axis.axvspan(start, end, color=_RED, alpha=0.12, linewidth=0)
 
 
