@@ -23,8 +23,12 @@ _EXAMPLE = """example:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is in a log; return 1 if it cannot be read or if the output was closed."""
-    options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLE}
-    parser = argparse.ArgumentParser(prog="python -m gradclip_jax", description=__doc__, **options)
+    parser = argparse.ArgumentParser(
+        prog="python -m gradclip_jax",
+        description=__doc__,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("log", help="JSON lines, JSON, CSV, trainer_state.json, or a text file")
     parser.add_argument("--prefix", help="start of the keys of one of several runs, such as g/")
     args = parser.parse_args(arguments)
