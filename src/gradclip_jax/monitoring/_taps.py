@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from .._checks import check_length, describe, distinct, leaf_name, leaf_path
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
-from .._types import Array, Count, HostArray, Tree
+from .._types import Array, Count, HostArray, Path, Tree
 from ..norms._leaves import checked_leaves
 from ..norms._mesh import vary, varying_axes
 from ..norms._norm import squares
@@ -192,21 +192,35 @@ def metrics(stats: Tree) -> dict[str, float]:
     return dict(zip((f"taps/{name}/{key}" for name in names for key in keys), values, strict=True))
 
 
+def tap_names(argument: str, stats: Tree) -> list[str]:
+    """Return the names of all taps in the order of the forward pass."""
+    names = list[str]()
+    for shape, stack in _scans(argument, stats):
+        # The taps of a scan follow each other within each layer.
+        names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path, _ in stack]
+    return distinct(names)
+
+
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
     """Return the names of all taps in the order of the forward pass, and float32[taps, 2, 4]."""
+    tables = [jnp.zeros((0, *SHAPE), jnp.float32)]
+    for _, stack in _scans(argument, stats):
+        tables.append(jnp.stack([sums for _, sums in stack], -3).reshape(-1, *SHAPE))
+    return tap_names(argument, stats), jnp.concatenate(tables)
+
+
+def _scans(
+    argument: str, stats: Tree
+) -> Iterator[tuple[tuple[int, ...], list[tuple[Path, Array]]]]:
+    """Yield the shape of the sums and the taps of each scan, and of each tap outside of scans."""
     leaves = jax.tree.leaves_with_path(stats)
     for path, x in leaves:
         if np.shape(x)[-2:] != SHAPE:
             got = f"{describe(x)} at {leaf_path(argument, path)}"
             hint = "Pass the gradient with respect to the probes."
             raise value_error(argument, "a tree of float32[..., 2, 4]", got, hint)
-    names, tables = list[str](), [jnp.zeros((0, *SHAPE), jnp.float32)]
     for (_, shape), stack in itertools.groupby(leaves, lambda x: (x[0][:-1], x[1].shape)):
-        paths, sums = zip(*stack, strict=True)
-        # The taps of a scan follow each other within each layer.
-        tables.append(jnp.stack(sums, -3).reshape(-1, *SHAPE))
-        names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path in paths]
-    return distinct(names), jnp.concatenate(tables)
+        yield shape, list(stack)
 
 
 def statistics(sums: HostArray) -> HostArray:
