@@ -350,13 +350,13 @@ class Detector:
         starts = self.streaks.compare(
             np.append(values == 0, factor < STARVING), np.append(abs(values) > 0, factor >= STARVING)
         )
-        starts[-1] |= is_first
+        starts[-1] = is_first or (starts[-1] and factor > 0)
         return starts
 
     def _drifts(self, norms: HostArray) -> HostArray:
         """Return by how much gradient norms have slowly risen relative to the other units."""
         if self.size > 3:
-            norms = np.append(np.nan, norms[1:] - np.fmax(median(norms[1:]), -np.inf))
+            norms = np.append(np.nan, norms[1:] - median(norms[1:]))
         has_risen, lowest, best = self.drifts.compare(norms)
         return np.where(has_risen, lowest - best, 0)
 

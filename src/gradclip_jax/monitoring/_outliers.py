@@ -17,7 +17,7 @@ median rise of all units, and that of the tree by the square root of the loss, a
 error. The tail is exponential: with the quantiles q of the excesses of `n` rows that
 are not outliers,
 
-    tail = q(90 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
+    tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
 
 **Lasting rises.** A value has risen if the lowest of its last BLOCK values is above `ratio` times
 the highest of its best BLOCK values. The new level then replaces the best one, so that a rise is
@@ -32,16 +32,15 @@ import numpy as np
 from .._types import HostArray
 
 PERIOD, WINDOW, HISTORY = 16, 128, 2048
-"""Numbers of rows: without bounds, between two computations of the statistics, and after an outlier
-that are not used for the tail; of a median; of a tail."""
+"""Numbers of rows: without bounds, and between two computations of the statistics; of a median; of
+a tail. After an outlier, 2 * PERIOD rows are not used for the tail, because a loss decays slowly."""
 
 WIDTH = {"tree": 3.0, "other": 6.0}
 """Smallest bound in standard deviations."""
 
-TAIL = {"tree": 0.5, "other": 0.03}
-"""Expected number of rows above a tail, among the rows from which it was computed. It is small for
-columns whose false alarms add up: units, taps, and the loss, which is reported in each row of a
-stretch."""
+TAIL = {"tree": 3.0, "other": 0.03}
+"""Expected number of rows above a tail, among the rows from which it was computed: of the gradient
+norm of a tree without units, and of other values, which are many or decide about rewinds."""
 
 RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.5}
 """Smallest ratio of an outlier to the level: the gradient norm of the tree, other norms, losses. In
@@ -117,7 +116,7 @@ class Outliers:
         self.last_outlier, self.count = last[-1], self.count + len(values)
         self.values = _last(HISTORY, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
-        quiet = np.where(index - last < PERIOD, np.nan, excess)
+        quiet = np.where(index - last < 2 * PERIOD, np.nan, excess)
         self.quiet_excesses = _last(HISTORY, self.quiet_excesses, quiet)
         return np.where(is_outlier, excess, 0)
 
@@ -144,7 +143,7 @@ class Outliers:
         """Extrapolate the quantiles of the excesses to an excess that no usual row reaches."""
         low, high = quantiles(self.quiet_excesses, 0.9, 0.99)
         rows = np.sum(~np.isnan(self.quiet_excesses), axis=0)
-        return low + np.maximum(np.log10(rows.clip(1) / self.tail / 100), 0) * (high - low)
+        return high + np.maximum(np.log10(rows.clip(1) / self.tail / 100), 0) * (high - low)
 
 
 class Rises:
