@@ -241,7 +241,7 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
         for t in np.flatnonzero(is_known):
             left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
             batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
-            first = int(rows.step[max(t - num_left_out[t] + 1, 0)])
+            first = int(rows.step[np.clip(t - num_left_out[t] + 1, 0, t)])
             yield Evidence(step, action, f"step {step}: {reason}", batch_ids, min(first, step))
     steps, bad = rows.step[closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
