@@ -22,7 +22,7 @@ from .._checks import (
     listed,
 )
 from .._devices import fusion_barrier, pair_of_sums
-from .._errors import public, type_error, value_error
+from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree
@@ -30,7 +30,7 @@ from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
 from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
-from ..norms._mesh import replicated, reshard_like
+from ..norms._mesh import check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
@@ -204,6 +204,7 @@ def watch(
         step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
     check_guard_arguments(inner, axis_name, trainable)
+    check_axis_name(replica_axis, "replica_axis")
     if not isinstance(of, Sequence):
         hint = 'Pass for example `of=("gradient",)`.'
         raise type_error("of", "a sequence of names", type(of).__name__, hint)
@@ -243,6 +244,7 @@ class WatchUpdate(InPlaceUpdate):
     check_every: int
     taps: Tree | None
 
+    @named("watch")
     def __call__(
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
@@ -252,6 +254,7 @@ class WatchUpdate(InPlaceUpdate):
         step = self._measure_step(output, params) if self.with_step else None
         return output, self._record(updates, step, state, inner_state, params, extra_args)
 
+    @named("watch")
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
@@ -344,6 +347,7 @@ class WatchUpdate(InPlaceUpdate):
         return sums
 
 
+@named("watch")
 def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     """Return a state without rows."""
     inner_state = update.inner.init(params)

@@ -48,12 +48,12 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
     return varying
 
 
-def check_axis_name(axis_name: object) -> None:
+def check_axis_name(axis_name: object, argument: str = "axis_name") -> None:
     """Raise if an argument is not the name of a mapped axis, a tuple of names, or None."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if axis_name is not None and not all(isinstance(name, str) for name in names):
         hint = 'Pass for example "data" or ("data", "model").'
-        raise type_error("axis_name", "a string, a tuple of strings or None", repr(axis_name), hint)
+        raise type_error(argument, "a string, a tuple of strings or None", repr(axis_name), hint)
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:

@@ -126,6 +126,9 @@ def wrap(
     wrapper: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    if isinstance(wrapper, Guard):
+        arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
+        check_guard_arguments(inner, *arguments)
     update = inner.update
     if not isinstance(update, WrapperUpdate):
         update = WrapperUpdate(optax.with_extra_args_support(inner))
@@ -134,8 +137,6 @@ def wrap(
             _raise_of_two_accumulations()
         update = dataclasses.replace(update, accumulation=wrapper)
     else:
-        arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
-        check_guard_arguments(inner, *arguments)
         field = "outer" if update.accumulation else "guards"
         update = dataclasses.replace(update, **{field: (wrapper, *getattr(update, field))})
     return optax.GradientTransformationExtraArgs(update.init, update)
@@ -323,8 +324,10 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
         return (output, report), (total, carry)
 
     start = window.gradient.total, carry
+    # Without a weight or a guard, each micro-batch is known to close a window of one.
+    is_known = not (has_sum or update.outer or "weight" in extra_args)
     # If the window stays open, the updates are zeros, and no guard rejects.
-    (output, report), (total, carry) = run_step(closes & has_weight, step, start)
+    (output, report), (total, carry) = run_step(is_known or closes & has_weight, step, start)
     window = window._replace(gradient=window.gradient._replace(total=total))
 
     is_rejected = jnp.asarray(any_of(report.rejections))

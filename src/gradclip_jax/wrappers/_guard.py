@@ -15,7 +15,7 @@ from .._errors import type_error, value_error
 from .._types import AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
-from ..norms._mesh import shard_axes
+from ..norms._mesh import check_axis_name, shard_axes
 from ..norms._norm import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
@@ -82,6 +82,7 @@ def check_guard_arguments(
 ) -> None:
     """Raise if an argument that all guards and `watch` share is invalid."""
     check_transformation("inner", inner)
+    check_axis_name(axis_name)
     if axis_name == ():
         rule = "None or the names of mapped axes, because all devices must decide alike"
         raise value_error("axis_name", rule, "()", "Pass the axes over which leaves are sharded.")
