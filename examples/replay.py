@@ -89,7 +89,7 @@ def train(folder, seed=0, spoilt=(), steps=STEPS, learning_rate=3e-3):
     (x, y), params, tx = make_data(seed, spoilt), init(seed), make_optimizer(learning_rate)
     run = {"params": params, "state": tx.init(params), "next_id": jnp.array(0)}
     checkpoints = Checkpoints(folder.resolve() / "checkpoints")
-    monitor = gcx.Monitor(params, log=folder / "run.jsonl")
+    monitor = gcx.Monitor(params, log=folder / "run.jsonl", resume=True)
     report = monitor.report  # in a run that was killed, the last one of its log
     if checkpoints.all_steps():
         run = checkpoints.resume(report, run)
