@@ -9,8 +9,20 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .._types import HostArray
-from ._outliers import BLOCK, HISTORY, LOG_LOSS, LOSS, PARAMETER, PERIOD, RATIO, RISE, UPDATE
-from ._outliers import Outliers, Rises, median
+from ._outliers import (
+    BLOCK,
+    HISTORY,
+    LOG_LOSS,
+    LOSS,
+    PARAMETER,
+    PERIOD,
+    RATIO,
+    RISE,
+    UPDATE,
+    Outliers,
+    Rises,
+    median,
+)
 from ._rows import Names, Outcome, Rows
 
 NUM_ROUTINE = 4
@@ -136,7 +148,8 @@ class Losses:
             self.limit = RISE * best
             self.has_exploded = self.have_fallen and lowest > EXPLODED * self.first
             last = f"the lowest of the last {BLOCK} losses, {lowest:.3g}"
-            return f"{last}, is above {RISE} times the highest of the best {BLOCK}, {best:.3g}"
+            reference = f"the highest of the best {BLOCK}, {best:.3g}"
+            return f"{last}, is above {RISE} times {reference}"
         if self.count == UNLEARNED and self.lowest_since > self.highest_at_start:
             self.limit = self.highest_at_start
             first = f"the highest of the first {BLOCK}, {self.limit:.3g}"
@@ -219,7 +232,9 @@ def _zero(x: Evidence) -> Fault | None:
 
 def _drift(x: Evidence) -> Fault | None:
     is_drift = x.drifts.any()
-    return (f"gradient norm slowly rose {_ratio(x.drifts)} times", x.drifts[1:]) if is_drift else None
+    return (
+        (f"gradient norm slowly rose {_ratio(x.drifts)} times", x.drifts[1:]) if is_drift else None
+    )
 
 
 def _norm(x: Evidence) -> Fault | None:
@@ -348,7 +363,8 @@ class Detector:
         factor = row.factors.min(initial=1.0) if has_run else np.nan
         is_first = factor == 0 and self.streaks.longest[-1] + self.streaks.count[-1] == 0
         starts = self.streaks.compare(
-            np.append(values == 0, factor < STARVING), np.append(abs(values) > 0, factor >= STARVING)
+            np.append(values == 0, factor < STARVING),
+            np.append(abs(values) > 0, factor >= STARVING),
         )
         starts[-1] = is_first or (starts[-1] and factor > 0)
         return starts
@@ -369,7 +385,9 @@ class Detector:
             faults["growth"] = "the loss has not fallen since the start", _UNKNOWN
         return faults
 
-    def _incident(self, row: Rows, faults: dict[str, Fault], loss_threshold: float) -> list[Incident]:
+    def _incident(
+        self, row: Rows, faults: dict[str, Fault], loss_threshold: float
+    ) -> list[Incident]:
         """Return the incident in one row, unless it is a routine overflow."""
         if list(faults) == ["infinity"] and not row.outcome & Outcome.APPLIED:
             self.overflows.append(self.count)
