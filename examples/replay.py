@@ -78,9 +78,8 @@ class Checkpoints(ocp.CheckpointManager):
         for later in self.all_steps():
             if later > step:
                 self.delete(later)
-        if report.action == "lower":
-            step_size = 0.3 * optax.tree.get(run["state"], "step_size")
-            run["state"] = optax.tree.set(run["state"], step_size=step_size)
+        # The log counts how often to lower it, so that a kill before the next save loses nothing.
+        run["state"] = optax.tree.set(run["state"], step_size=0.3**report.num_lowers)
         return run
 
 
