@@ -78,9 +78,8 @@ class Checkpoints(ocp.CheckpointManager):
         for later in self.all_steps():
             if later > step:
                 self.delete(later)
-        if report.action == "lower":
-            step_size = 0.3 * optax.tree.get(run["state"], "step_size")
-            run["state"] = optax.tree.set(run["state"], step_size=step_size)
+        # The log counts how often to lower it, so that a kill before the next save loses nothing.
+        run["state"] = optax.tree.set(run["state"], step_size=0.3**report.num_lowers)
         return run
 
 
@@ -89,7 +88,7 @@ def train(folder, seed=0, spoilt=(), steps=STEPS, learning_rate=3e-3):
     (x, y), params, tx = make_data(seed, spoilt), init(seed), make_optimizer(learning_rate)
     run = {"params": params, "state": tx.init(params), "next_id": jnp.array(0)}
     checkpoints = Checkpoints(folder.resolve() / "checkpoints")
-    monitor = gcx.Monitor(params, log=folder / "run.jsonl")
+    monitor = gcx.Monitor(params, log=folder / "run.jsonl", resume=True)
     report = monitor.report  # in a run that was killed, the last one of its log
     if checkpoints.all_steps():
         run = checkpoints.resume(report, run)

@@ -148,7 +148,8 @@ class Losses:
             self.limit = RISE * best
             self.has_exploded = self.have_fallen and lowest > EXPLODED * self.first
             last = f"the lowest of the last {BLOCK} losses, {lowest:.3g}"
-            return f"{last}, is above {RISE} times the highest of the best {BLOCK}, {best:.3g}"
+            reference = f"the highest of the best {BLOCK}, {best:.3g}"
+            return f"{last}, is above {RISE} times {reference}"
         if self.count == UNLEARNED and self.lowest_since > self.highest_at_start:
             self.limit = self.highest_at_start
             first = f"the highest of the first {BLOCK}, {self.limit:.3g}"

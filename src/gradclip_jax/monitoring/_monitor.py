@@ -74,6 +74,11 @@ class Monitor:
         trainable: As in `watch`.
         taps: As in `watch`.
         which: Index of the state of `watch`, if an optimizer has several. The outermost is 0.
+        rewind_on_rise: Whether a loss that rises for good, or has only grown since the start, is
+            evidence for a rewind. The loss of a language model or a classifier is; a value loss of
+            reinforcement learning, which grows with the return, is not.
+        policy: Function that is called with each report and returns it, possibly with another
+            `action`; see docs/recovery.md.
 
     Attributes:
         names: Names of units, clips and taps.
@@ -112,6 +117,8 @@ class Monitor:
         trainable: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
+        rewind_on_rise: bool = False,
+        policy: Callable[[Report], Report] | None = None,
     ):
         if which is not None:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
@@ -120,7 +127,9 @@ class Monitor:
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
         self._remark = ""  # of `read_log`, about the lines that are not rows
-        self._policy = Policy(x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
+        events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
+        self._policy = Policy(events, rewind_on_rise=rewind_on_rise)
+        self._replace_action = policy
         self.incidents = _incidents_in(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         report = self._policy.update(self.rows, self._recent, rows.end)
@@ -166,21 +175,28 @@ class Monitor:
         if names != self.names:  # the names of clips are in the state
             self.names, self.rows = names, rows.take(slice(0))
         lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
+        unexpected = list[Incident]()
         if next_step < self.report.step:
+            if self.report.action not in ("rewind", "lower") and self.report.rows.step.size:
+                unexpected = [_went_back(next_step, self.report.step)]
             lines.append({"step": next_step, "rewind_to": next_step})
             self._policy.rewound(next_step)
             self._start(self.rows.take(self.rows.step < next_step), names)
         rows = rows.take(rows.step >= next_step)
-        incidents, last = self._detector.update(rows), self._policy.last
+        incidents, last = unexpected + self._detector.update(rows), self._policy.last
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-        report = agreed(self._policy.update(self.rows, self._recent, next_step, saved))
+        report = self._policy.update(self.rows, self._recent, next_step, saved)
+        if self._replace_action is not None:
+            report = self._replace_action(report._replace(incidents=incidents, rows=rows))
+        report = agreed(report)
         closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
         sampled = closed[np.unique(closed // _UNITS_EVERY, return_index=True)[1]].tolist()
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         with_units = np.isin(rows.step, sampled + near)
-        if self._policy.last is not last:
+        has_replaced = self._replace_action is not None and report.action != self.report.action
+        if self._policy.last is not last or has_replaced:
             # First, because a process that is killed here can go on without the rows.
             lines.append(dict(zip(DECISION, report, strict=False)))
         lines += to_lines(rows, self.names, with_units)
@@ -246,9 +262,18 @@ class Monitor:
         after a long way back, nothing is left to compare them with.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
-        before, after = (x.norms[i, :, 0] for x, i in zip((self.rows, rows), places, strict=True))
+        before, after = (
+            np.column_stack([x.norms[i, :, 0], x.loss[i], x.batch_id[i]])
+            for x, i in zip((self.rows, rows), places, strict=True)
+        )
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
         return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
+
+
+def _went_back(step: int, last: int) -> Incident:
+    """Return the incident of a state that was replaced by an earlier one without a rewind."""
+    sentence = f"step {step}: the state went back from step {last}, although no rewind was advised"
+    return Incident(step, ("state",), sentence)
 
 
 @public

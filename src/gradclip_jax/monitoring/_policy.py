@@ -6,8 +6,8 @@ and says what each action needs. With n rewinds in the last 1,000 steps, its tra
 | state | event | next state, action |
 | --- | --- | --- |
 | running | evidence for a rewind, n < 3 | pending, `rewind`; n + 1 |
-| running | the same at the steps of the last rewind, although its batches were left out | pending, |
-| | | `lower`; these batches are not left out any more; n + 1 |
+| running | the same at the steps of the last rewind | pending, `lower`; n + 1; the batches that |
+| | | were left out were not the cause, and are used again |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
@@ -172,7 +172,7 @@ class Policy:
         if self.is_pending:
             return self.last._replace(step=rows.end)
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
-        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate and not missing
+        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate
         action = "save" if can_save else "continue"
         left_out, num_lowers = self.last.batch_ids, self.last.num_lowers
         return Report(rows.end, action, missing, self.good_step, left_out, count, num_lowers)
@@ -241,8 +241,8 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
         for t in np.flatnonzero(is_known):
             left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
             batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
-            first = int(rows.step[np.clip(t - num_left_out[t] + 1, 0, t)])
-            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, min(first, step))
+            first = int(rows.step[max(t + 1 - max(num_left_out[t], 1), 0)])
+            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, first)
     steps, bad = rows.step[closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:

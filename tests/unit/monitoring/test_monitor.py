@@ -192,6 +192,35 @@ def test_a_state_that_was_restored_rewinds_before_the_next_step():
     assert monitor.read(train(early, 5, 7)).rows.step.tolist() == [5, 6]
 
 
+def test_a_state_that_goes_back_without_a_rewind_is_one_incident():
+    monitor, early = gcx.Monitor(PARAMS), train(TX.init(PARAMS), 0, 5)
+    monitor.read(train(early, 5, 10))
+    found = [*monitor.read(train(early, 5, 7, seed=1)).incidents]
+    found += monitor.read(train(early, 5, 9, seed=1)).incidents
+    assert [(x.step, x.kinds) for x in found] == [(5, ("state",))]
+
+
+def test_rows_with_equal_norms_and_another_loss_are_new():
+    def state(loss):
+        update = TX.update(grads_of(0), TX.init(PARAMS), PARAMS, value=loss)
+        return update[1]
+
+    monitor = gcx.Monitor(PARAMS)
+    assert monitor.read(state(2.0)).rows.loss.tolist() == [2.0]
+    assert monitor.read(state(3.0)).rows.loss.tolist() == [3.0]
+
+
+def test_a_policy_of_the_user_replaces_the_action(tmp_path):
+    def policy(report):
+        is_high = (report.rows.loss > 95).all()
+        return report._replace(action="stop", reason="high") if is_high else report
+
+    path = tmp_path / "run.jsonl"
+    monitor = gcx.Monitor(PARAMS, log=path, policy=policy)
+    assert monitor.read(train(TX.init(PARAMS), 0, 4)).action == "stop"
+    assert [x["action"] for x in lines_of(path) if "action" in x] == ["stop"]
+
+
 def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp_path):
     path, early = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 40)
     line = {"outcome": "applied", "loss": 1.0}

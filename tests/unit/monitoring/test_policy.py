@@ -18,8 +18,8 @@ QUIET = 32
 class Run:
     """Rows that are good but where told otherwise; `batch_id` is the step plus an offset."""
 
-    def __init__(self, start=0, saved=(), events=()):
-        self.policy, self.step, self.offset = Policy(events), start, 0
+    def __init__(self, start=0, saved=(), events=(), **options):
+        self.policy, self.step, self.offset = Policy(events, **options), start, 0
         self.rows, self.incidents = Rows.zeros(0, Names()), []
         self.read(0, saved=saved)
 
@@ -90,8 +90,8 @@ CASES = {
     "rare outliers": ({"bad": [40, 50, 60]}, "save", []),  # more than 8 other rows lie between
     "stretch": ({"bad": [50, 51, 54, 60]}, "rewind", range(50, 61)),
     "stretch of windows": ({"bad": [43, 47, 51], **WINDOWS}, "rewind", range(40, 52)),
-    "one early outlier": ({"loss": {2: 30.0}}, "save", []),
-    "early stretch": ({"loss": dict.fromkeys(range(2, 15), 30.0)}, "rewind", range(2, 15)),
+    "growth from the start": ({"bad": range(2, 15), "kinds": ("loss", "growth")}, "save", []),
+    "lasting rise": ({"bad": [60], "kinds": ("risen",)}, "save", []),
     "non-finite parameters": (
         {"bad": range(49, 70), "kinds": ("nan",), "norms": dict.fromkeys(range(50, 70), np.nan)},
         "rewind",
@@ -132,19 +132,50 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     assert run.last.batch_ids == list(range(50, 70))
 
 
+@pytest.mark.parametrize("kinds", [("risen",), ("loss", "growth")])
+def test_a_rise_is_evidence_where_the_user_asks_for_it(kinds):
+    run, loss = Run(saved=[0], rewind_on_rise=True), dict.fromkeys(range(49, 100), 30.0)
+    run.incidents.append(Incident(60, kinds, loss_threshold=15.0))
+    assert run.read(100, loss=loss) == "rewind"
+    assert run.last.batch_ids[0] == (49 if "risen" in kinds else 60)
+
+
 @pytest.mark.parametrize(
     "bad", [{"bad": [50, 51, 52]}, {"norms": dict.fromkeys((50, 51, 52), np.nan)}]
 )
-def test_rewinds_that_do_not_help_lower_the_learning_rate_and_then_stop(bad):
-    run, actions = Run(saved=[0]), []
-    for _ in range(5):
+def test_batches_that_were_not_the_cause_are_given_back_and_the_learning_rate_is_lowered(bad):
+    run, actions, left_out = Run(saved=[0]), [], []
+    for _ in range(3):
         actions.append(run.read(62, **bad))
+        left_out.append(len(run.last.batch_ids))
         assert run.read(48) == actions[-1]  # until the run is rewound
         assert run.last.num_rewinds == len(actions)
         run.rewind()
-    assert {50, 160} <= {*run.last.batch_ids}
-    assert actions == ["rewind", "rewind", "rewind", "lower", "stop"]
-    assert "earlier rewinds did not help" in run.last.reason
+    assert actions == ["rewind", "lower", "stop"] and left_out[0] > 0 == left_out[1]
+    assert run.last.num_lowers == 1 and "earlier rewinds did not help" in run.last.reason
+
+
+def test_a_stretch_that_goes_on_after_a_rewind_is_left_out_before_the_learning_rate_is_lowered():
+    run, actions = Run(saved=[0]), []
+    for count in (82, 114, 178):
+        actions.append(run.read(count, bad=range(50, 178)))
+        run.rewind()
+    assert actions == ["rewind", "rewind", "lower"] and run.last.batch_ids == []
+
+
+def test_other_batches_are_left_out_each_time_and_the_fourth_evidence_lowers():
+    run, actions = Run(saved=[0]), []
+    for step in (50, 100, 150, 200):
+        actions.append(run.read(step + 12 - run.step, bad=range(step, step + 3)))
+        run.rewind(leave_out=False)
+    assert actions == ["rewind", "rewind", "rewind", "lower"] and len(run.last.batch_ids) == 12
+
+
+@pytest.mark.parametrize(("saved", "why"), [(None, "never passed"), ([], "no checkpoint is good")])
+def test_a_report_says_once_why_there_is_no_rewind(saved, why):
+    run = Run(saved=saved)
+    assert run.read(70, bad=[50, 51, 52]) == "continue" and why in run.last.reason
+    assert run.read(70) == "save" and run.last.reason == ""
 
 
 def test_rewinds_are_forgotten_after_1000_steps():
@@ -163,7 +194,7 @@ def test_after_a_rewind_its_checkpoint_is_still_good_and_later_ones_count_once_t
     run.read(20, bad=[85, 86, 87], saved=[0, 40, 80])
     assert (run.last.action, run.last.good_step) == ("rewind", 40)
     run.rewind()
-    assert run.read(20, bad=[41, 42, 43]) == "rewind" and run.last.good_step == 40
+    assert run.read(20, bad=[41, 42, 43]) == "lower" and run.last.good_step == 40
     run.rewind()
     run.read(100)
     assert run.last.good_step == 40
@@ -196,21 +227,22 @@ def test_replicas_that_differ_rewind_and_those_that_differ_again_are_the_hardwar
     assert "hardware" in run.last.reason
 
 
-def test_a_policy_from_a_log_knows_a_pending_rewind_and_how_many_there_were():
+def test_a_policy_from_a_log_knows_a_pending_action_and_the_batches_to_give_back():
     run, events = Run(saved=[0]), []
     for _ in range(2):
         run.read(70, bad=[50, 51, 52])
         line = json.dumps(dict(zip(DECISION, run.last, strict=False)))
         events += [json.loads(line), {"rewind_to": 0}]
         run.rewind()
-    again = Run(saved=[0], events=events[:-1])
-    assert again.last.action == "rewind"
-    assert again.last.batch_ids == [50, 51, 52, 120, 121, 122]
-    again, actions = Run(saved=[0], events=events), []
-    for _ in range(3):
-        actions.append(again.read(70, bad=[50, 51, 52]))
+    again = Run(saved=[0], events=events[:1])
+    assert (again.last.action, again.last.batch_ids) == ("rewind", [50, 51, 52])
+    again = Run(saved=[0], events=events[:3])
+    assert (again.last.action, again.last.num_lowers) == ("lower", 1)
+    again, actions = Run(saved=[0], events=events[:2]), []
+    for _ in range(2):
+        actions.append((again.read(70, bad=[50, 51, 52]), again.last.batch_ids))
         again.rewind()
-    assert actions == ["rewind", "lower", "stop"]
+    assert actions[0] == ("lower", []) and actions[1][0] == "stop"
 
 
 def test_the_checkpoint_with_which_the_rows_start_is_good():
