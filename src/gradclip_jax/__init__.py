@@ -19,7 +19,7 @@ The gradient transformations of this package can be combined with those of Optax
 | clip inside the optimizer | `stable_adamw` |
 | accumulate gradients | `accumulate_gradients`, `apply_gradients`, `microbatched_value_and_grad` |
 | control an accumulation | `flush`, `has_updated`, `reset_accumulation` |
-| skip bad steps | `skip_nonfinite`, `skip_spikes`, `skip_if`, `SkipRule` |
+| skip bad steps | `skip_nonfinite`, `skip_spikes`, `skip_if`, `SkipRule`, `raise_if_failed` |
 | train in float16 | `dynamic_loss_scale`, `scale_loss` |
 | bfloat16 parameters without a float32 copy | `round_stochastically` |
 | per-example gradients | `per_example` |
@@ -57,6 +57,7 @@ from ._stable_adamw import stable_adamw as stable_adamw
 from .guarding._skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .guarding._skip_spikes import skip_spikes as skip_spikes
 from .guarding._skip_if import SkipRule as SkipRule, skip_if as skip_if
+from .guarding._raise_if_failed import raise_if_failed as raise_if_failed
 from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .guarding._loss_scale import scale_loss as scale_loss
 

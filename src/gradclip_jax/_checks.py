@@ -3,6 +3,7 @@
 Traced values are not checked.
 """
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -62,6 +63,11 @@ def is_scalar(value: object, *kinds: type) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
+def is_array_like(value: object) -> bool:
+    """Return whether a value is an array or a number, which jit can trace."""
+    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array))
+
+
 def shapes_of(tree: Tree) -> Tree:
     """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
     return jax.tree.map(lambda x: list(np.shape(x)), tree)
@@ -110,8 +116,10 @@ def listed(places: Iterable[str]) -> str:
     return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> None:
+def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
+
+    Return it as a float, because int32 cannot represent every integer; traced values unchanged.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -122,31 +130,40 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     if not is_scalar(value, jnp.floating, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
     if is_traced(value):
-        return
-    known = float(value)
+        return value
+    try:
+        known = float(value)
+    except OverflowError:  # an integer above all floats
+        raise value_error(argument, rule, "a larger integer", hint) from None
     is_above = low <= known if interval[0] == "[" else low < known
     is_below = known <= high if interval[-1] == "]" else known < high
     is_float32 = known in (0, math.inf, -math.inf) or _TINY <= abs(known) <= UNBOUNDED
     if not (is_above and is_below and is_float32):
         raise value_error(argument, rule, shortened(value), hint)
+    return known
 
 
-def check_decays(**decays: object) -> None:
-    """Raise if a decay rate is not a number in [0, 1)."""
+def check_decays(**decays: object) -> list[Any]:
+    """Return decay rates like `check_number`; raise if one is not a number in [0, 1)."""
     hint = "Pass a decay rate such as 0.99."
-    for argument, value in decays.items():
-        check_number(argument, value, hint, "[0, 1)")
+    return [check_number(name, value, hint, "[0, 1)") for name, value in decays.items()]
 
 
 def check_count(
     argument: str, value: Any, hint: str, *, low: int = 1, high: int = np.iinfo(np.int32).max
-) -> None:
-    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`."""
+) -> Any:
+    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`.
+
+    Return it as a Python integer; traced values unchanged.
+    """
     rule = f"an integer in [{low}, {high}]"
     if not is_scalar(value, jnp.integer):
         raise type_error(argument, rule, shortened(value), hint)
-    if not is_traced(value) and not low <= int(value) <= high:
+    if is_traced(value):
+        return value
+    if not low <= int(value) <= high:
         raise value_error(argument, rule, shortened(value), hint)
+    return int(value)
 
 
 def check_static(argument: str, value: object) -> None:
@@ -157,10 +174,10 @@ def check_static(argument: str, value: object) -> None:
         raise type_error(argument, rule, describe(value), hint)
 
 
-def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> None:
-    """Check that a value is a static integer between `low` and 2^20."""
+def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int:
+    """Check that a value is a static integer between `low` and 2^20, and return it."""
     check_static(argument, value)
-    check_count(argument, value, hint, low=low, high=2**20)
+    return check_count(argument, value, hint, low=low, high=2**20)
 
 
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
@@ -183,6 +200,21 @@ def check_callable(argument: str, value: object, hint: str) -> None:
         raise type_error(argument, "a function", shortened(value), hint)
 
 
+def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the user, or raise an error that names it if it has other parameters."""
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        rule = f"a function `{name}` with {len(args)} positional parameters and `**extra_args`"
+        if name == "predicate":
+            rule = "a function `(grads, params, **extra_args) -> bool[]`"
+        got = f"{name}{inspect.signature(fun)}: {error}"
+        raise type_error(argument, rule, got, "Change its parameters.") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return fun(*args, **kwargs)
+
+
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
@@ -197,6 +229,16 @@ def check_no_transformation(state: object) -> None:
         hint = "Pass the state that `init(params)` or `update` returned."
         got = type(state).__name__
         raise type_error("state", "an optimizer state", got, hint)
+    check_not_donated(state)
+
+
+def check_not_donated(state: object) -> None:
+    """Raise if the arrays of a state were donated to an earlier step."""
+    first = next(iter(jax.tree.leaves(state)), None)
+    is_array = isinstance(first, jax.Array) and not is_traced(first)
+    if is_array and first.is_deleted():
+        hint = "Use the state that the step returned."
+        raise value_error("state", "a state that was not donated", "a donated one", hint)
 
 
 def check_state(state: object, kind: type) -> None:
@@ -204,6 +246,7 @@ def check_state(state: object, kind: type) -> None:
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
         raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
+    check_not_donated(state)
 
 
 def check_axis(axis: object) -> tuple[int, ...] | None:
@@ -252,7 +295,12 @@ def check_params(updates: Tree, params: Tree | None) -> None:
 def broadcast_prefix(
     argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
 ) -> list[Any]:
-    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`."""
+    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`.
+
+    A tree without leaves may have any prefix, as the placeholder of `optax.tree.map_params`.
+    """
+    if not jax.tree.leaves(tree):
+        return []
     entries, structure = jax.tree.flatten(prefix, is_leaf)
     indices = structure.unflatten(range(len(entries)))  # an entry may be None or a tree
     try:

@@ -234,7 +234,8 @@ def _copied_window(
         _check_closed(given, path, "because its micro-batches are multiplied by the loss scale")
     window, total = given.accumulation, like.accumulation.gradient.total
     if jax.tree.leaves(total) and jax.tree.leaves(window.gradient.total):
-        keys = map(jax.tree_util.GetAttrKey, ("accumulation", "gradient", "total"))
+        fields = ("acc_grads",) if window.loss is None else ("accumulation", "gradient", "total")
+        keys = map(jax.tree_util.GetAttrKey, fields)
         values = [value for _, value in _pairs(total, window.gradient.total, (*path, *keys))]
         total = jax.tree.unflatten(jax.tree.structure(total), values)
     else:  # `every=1` needs no sum
@@ -272,7 +273,8 @@ def _check_closed(given: WrapperState, path: Path, why: str = "or convert later"
     """Raise if there may be accumulated micro-batches."""
     held = jnp.asarray(given.accumulation.mini_step)
     if is_traced(held) or held > 0:
-        got = f"{leaf_path('state', path)} with mini_step = {held}"
+        field = "mini_step" if given.accumulation.loss is None else "accumulation.mini_step"
+        got = f"{leaf_path('state', path)}.{field} = {held}"
         hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)
 

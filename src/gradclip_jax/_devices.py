@@ -60,13 +60,13 @@ def device_count(x: Array) -> int:
     return 1 if all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh.size
 
 
-def groups_of_type(*columns: Sequence[Array], labels: Sequence[Hashable] = ()) -> list[list[int]]:
-    """Group the indices of arrays that can be stacked: those of the same types and label.
+def stackable(*columns: Sequence[Array], labels: Sequence[Hashable] = ()) -> list[list[int]]:
+    """Return the indices of arrays that can be stacked: those of the same types and label.
 
     With several columns, the arrays of each column are stacked.
 
-    An array that may be sharded has a group of its own. If arrays of different shardings are
-    stacked, XLA changes the sharding of their producers, and may gather a gradient and its moments.
+    An array that may be sharded is not stacked. If arrays of different shardings are stacked, XLA
+    changes the sharding of their producers, and may gather a gradient and its moments.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, arrays in enumerate(zip(*columns, strict=True)):
@@ -76,14 +76,12 @@ def groups_of_type(*columns: Sequence[Array], labels: Sequence[Hashable] = ()) -
     return list(groups.values())
 
 
-def shared(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
+def broadcast_scalar(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
     """Return the scalar once for each array; on GPU, small arrays get an element of a vector.
 
-    XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar.
-    Merged kernels reduce the launches of a training step of an unrolled GPT with clipping by 16 %
-    (JAX 0.10.2, H100), and the time of a step of PPO by 7 % (JAX 0.11.2, H100). For large arrays,
-    merged kernels are slower: AdamW on 24 leaves of 5 M or 42 M elements takes 7 to 19 % more time
-    (H200).
+    XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar
+    (benchmarks/results: 7 to 9 % of the time of a step of PPO). For large arrays, merged kernels
+    are slower.
     """
     if scalar.ndim or not isinstance(scalar, Tracer):
         return [scalar] * len(arrays)
@@ -99,11 +97,9 @@ def shared(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
     """Return `list(map(fun, *columns))` for an elementwise function, using stacks on GPU and TPU.
 
-    A GPU or TPU runs the operations on each scalar as separate kernels. Stacks reduce the kernel
-    launches of a training step of a ViT with one norm per leaf by 23 % (JAX 0.10.2, H100), and the
-    time of a step of PPO with `adaptive_grad_clip` by 5 % (JAX 0.11.2, H100). On CPU the arrays are
-    not stacked, because XLA would compile one kernel per index of a stack. Compiling a step with
-    300 leaves would take 12 s instead of 3.5 s (JAX 0.10.2).
+    A GPU or TPU runs the operations on each scalar as separate kernels (benchmarks/results: 5 to
+    7 % of the time of a step of PPO with `adaptive_grad_clip`). On a CPU, XLA would compile one
+    kernel per index of a stack: 12 s instead of 3.5 s for a step with 300 leaves (JAX 0.10.2).
     """
 
     def one_by_one(*columns: Sequence[Array]) -> list[Array]:
@@ -111,7 +107,7 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
 
     def stacked(*columns: Sequence[Array]) -> list[Array]:
         results = list(columns[0])
-        for places in groups_of_type(columns[0]):
+        for places in stackable(columns[0]):
             shape = results[places[0]].shape
             stacks = [[jnp.broadcast_to(x[i], shape) for i in places] for x in columns]
             values = jnp.unstack(fun(*map(jnp.stack, stacks)))
@@ -119,47 +115,66 @@ def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Arr
                 results[i] = value
         return results
 
-    if len(columns[0]) < 2:
+    if len(columns[0]) < 2 or not isinstance(columns[0][0], Tracer):
         return one_by_one(*columns)
     return lax.platform_dependent(*columns, cpu=one_by_one, default=stacked)
 
 
-def stack(arrays: Sequence[Array]) -> Array:
-    """Return `jnp.stack(arrays)`, or a single array unchanged.
+def reduce_arrays(
+    reduce: Callable[[Array], Array],
+    combine: Callable[[Array, Array], Array],
+    arrays: Sequence[Array],
+) -> Array:
+    """Combine the results of `reduce` for all arrays, using stacks as in `map_arrays`."""
 
-    On CPU, a long stack is the concatenation of stacks of 25 arrays, because the compile time of a
-    kernel grows with the square of its number of operands. Compiling a step with 600 leaves and
-    `adaptive_grad_clip` then takes 11 % fewer instructions (JAX 0.10.2).
+    def one_by_one(*arrays: Array) -> Array:
+        return _in_pairs(combine, list(map(reduce, arrays)))
+
+    def stacked(*arrays: Array) -> Array:
+        groups = stackable(arrays)
+        stacks = [jnp.stack([arrays[i] for i in places]) for places in groups]
+        return _in_pairs(combine, list(map(reduce, stacks)))
+
+    if len(arrays) < 2:
+        return one_by_one(*arrays)
+    return lax.platform_dependent(*arrays, cpu=one_by_one, default=stacked)
+
+
+def tree_reduce(reduce: Callable[..., Array], arrays: Sequence[Array]) -> Array:
+    """Return the elementwise `jnp.sum` or `jnp.max` of n arrays.
+
+    The error grows with log n instead of n. On GPU, XLA fuses pairwise additions into one kernel.
+    On TPU, each addition of two scalars would be a separate kernel, so the scalars are reduced as a
+    vector (7 % fewer kernel launches for a GPT with scanned layers, JAX 0.10.2, TPU v5e).
     """
-    if len(arrays) == 1:  # on TPU, each operation on the stack would be a kernel of its own
+    if len(arrays) == 1:
         return arrays[0]
-    parts = [jnp.stack(arrays[i : i + 25]) for i in range(0, len(arrays), 25)]
-    return jnp.concatenate(lax.platform_dependent(parts, cpu=fusion_barrier, default=list))
+
+    def as_vector(*arrays: Array) -> Array:
+        # Without the barrier, XLA replaces the reduction of the vector by scalar additions.
+        return reduce(fusion_barrier(jnp.stack(arrays)), axis=0)
+
+    def in_pairs(*arrays: Array) -> Array:
+        return _in_pairs(jnp.add if reduce is jnp.sum else jnp.maximum, arrays)
+
+    return lax.platform_dependent(*arrays, tpu=as_vector, default=in_pairs)
+
+
+def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array]) -> Array:
+    """Combine arrays pairwise, in a tree of logarithmic depth."""
+    terms = list(arrays)
+    while len(terms) > 1:
+        a, b, *rest = terms
+        terms = [*rest, combine(a, b)]
+    return terms[0]
 
 
 def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
-    """Return the sum or maximum of n scalars, with an error that grows with log n instead of n.
+    """Return `tree_reduce` of the scalars, by its name before this module was rewritten."""
+    return tree_reduce(jnp.sum if is_sum else jnp.max, scalars)
 
-    On GPU, XLA fuses pairwise additions into one kernel. On TPU, each addition of two scalars
-    would be a separate kernel, so the scalars are reduced as a vector (7 % fewer kernel
-    launches for a GPT with scanned layers, JAX 0.10.2, TPU v5e).
-    """
-    if len(scalars) == 1:
-        return scalars[0]
 
-    def as_vector(*scalars: Array) -> Array:
-        # Without the barrier, XLA replaces the reduction of the vector by scalar additions.
-        vector = fusion_barrier(jnp.stack(scalars))
-        return jnp.sum(vector, axis=0) if is_sum else jnp.max(vector, axis=0)
-
-    def in_pairs(*scalars: Array) -> Array:
-        terms = list(scalars)
-        while len(terms) > 1:
-            a, b, rest = terms[0], terms[1], terms[2:]
-            terms = [*rest, a + b if is_sum else jnp.maximum(a, b)]
-        return terms[0]
-
-    return lax.platform_dependent(*scalars, tpu=as_vector, default=in_pairs)
+shared = broadcast_scalar
 
 
 def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:

@@ -10,8 +10,10 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
-from typing import Any, ParamSpec, TypeVar
+import inspect
+import types
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -59,19 +61,51 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     returns, are wrapped as well, so that profiles of a training step also contain the name.
     """
     name = fun.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(fun).parameters.values()
 
     def wrap(result: Any) -> Any:
         # The updates of guards and accumulations are objects with names of their own.
-        return named(name)(result) if hasattr(result, "__code__") else result
+        return named(name)(result) if isinstance(result, types.FunctionType) else result
 
     @functools.wraps(fun)
     @named(name, in_step=False)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
+        _check_names(parameters, args, kwargs)
         result = fun(*args, **kwargs)
         is_transformation = isinstance(result, optax.GradientTransformation)
         return type(result)(*map(wrap, result)) if is_transformation else wrap(result)
 
     return call
+
+
+_OTHER_NAMES: Final = {
+    "mask": "trainable",
+    "every_k_schedule": "every",
+    "norm_type": "ord",
+    "clipnorm": "max_norm",
+    "global_clipnorm": "max_norm",
+    "max_consecutive_errors": "max_consecutive_skips",
+}
+"""Arguments of other libraries and of earlier versions, and the arguments of this one."""
+
+
+def _check_names(
+    parameters: Iterable[inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise an error that names the right argument if an argument does not exist."""
+    kinds = {x.name: x.kind for x in parameters}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & {*kinds.values()}:
+        return
+    keyword_only = [x for x, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    unknown = [x for x in kwargs if x not in kinds]
+    if unknown:
+        right = _OTHER_NAMES.get(unknown[0])
+        hint = f"Pass `{right}=`." if right in kinds else f"Arguments: {', '.join(kinds)}."
+        raise type_error(unknown[0], "an argument of this function", "an unknown name", hint)
+    if keyword_only and len(args) > len(kinds) - len(keyword_only):
+        names = " or ".join(f"`{x}=`" for x in keyword_only)
+        got = f"{len(args)} positional arguments"
+        raise type_error(keyword_only[0], "passed by name", got, f"Pass {names}.")
 
 
 @contextlib.contextmanager

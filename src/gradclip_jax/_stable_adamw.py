@@ -13,8 +13,8 @@ from ._checks import check_decays, check_number, check_params, check_state
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
-from .norms._leaves import checked_leaves, flatten, is_measured, wide_dtype
-from .norms._mesh import replica_count, shard_axes
+from .norms._leaves import checked_leaves, flatten, is_inexact, wide_dtype
+from .norms._mesh import check_axis_name, replica_count, shard_axes
 from .norms._norm import norm_of_leaves
 
 
@@ -79,16 +79,18 @@ def stable_adamw(
         Wortsman et al., 2023, arXiv 2304.13013, algorithm 2.
     """
     if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, "The paper uses 0.002.")
-    check_decays(b1=b1, b2=b2)
-    check_number("eps", eps, "The paper uses 1e-6.")
-    check_number("weight_decay", weight_decay, "Pass 0 for no weight decay.", "[0, inf]")
-    check_number("clipping", clipping, "The paper uses 1.")
+        learning_rate = check_number("learning_rate", learning_rate, "The paper uses 0.002.")
+    b1, b2 = check_decays(b1=b1, b2=b2)
+    eps = check_number("eps", eps, "The paper uses 1e-6.")
+    hint = "Pass 0 for no weight decay."
+    weight_decay = check_number("weight_decay", weight_decay, hint, "[0, inf]")
+    clipping = check_number("clipping", clipping, "The paper uses 1.")
+    check_axis_name(axis_name)
 
     def init(params: Tree) -> StableAdamWState:
         def zeros(param: Array) -> Array:
             dtype = jnp.result_type(param)
-            return jnp.zeros_like(param, wide_dtype(dtype) if is_measured(param) else dtype)
+            return jnp.zeros_like(param, wide_dtype(dtype) if is_inexact(param) else dtype)
 
         mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
@@ -118,7 +120,7 @@ def stable_adamw(
             return out.astype(grad.dtype), mu, nu
 
         moments = flatten(state.mu), flatten(state.nu)
-        columns = grads.arrays, *(x.arrays for x in moments), grads.beside(params)
+        columns = grads.arrays, *(x.arrays for x in moments), grads.leaves_like(params)
         rows = list(map(step, *columns))
         out, *new = ([row[i] for row in rows] for i in range(3))
         mu, nu = (x.replace(y) for x, y in zip(moments, new, strict=True))

@@ -60,10 +60,19 @@ def metric_names(state: Tree) -> set[str]:
     return {name for _, node in own_states(state) for name in node.step_metrics()}
 
 
+def is_clip(node: object) -> bool:
+    """Return whether a node of an optimizer state is the state of a clip of this package."""
+    return hasattr(type(node), "is_clip")
+
+
+def has_clip(state: Tree) -> bool:
+    """Return whether a state contains the state of a clip of this package."""
+    return any(is_clip(x) for x in jax.tree.leaves(state, is_leaf=is_clip))
+
+
 def is_only_clips(state: Tree) -> bool:
     """Return whether a state is that of a clip, or of a chain of clips."""
-    parts = state if type(state) is tuple else (state,)
-    return bool(parts) and all(is_own_state(x) and "clip_factor" in x.step_metrics() for x in parts)
+    return is_clip(state) or (type(state) is tuple and bool(state) and all(map(is_clip, state)))
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:
@@ -144,6 +153,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     return {key: jnp.asarray(out[key]) for key in sorted(out)}
 
 
+@jax.jit  # outside jit, the constant would be transferred to the device
 def _saturating_sum(x: Array, y: Array) -> Array:
     """Add two counts, whose sum is at most the largest int32."""
     return x + jnp.minimum(y, np.iinfo(np.int32).max - x)

@@ -58,9 +58,23 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         {"['b']": 2}
     """
     leaves = jax.tree.leaves_with_path(tree)
+    if any(_checks.is_traced(x) for _, x in leaves):
+        hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
+        raise _errors.type_error("tree", "passed outside `jit`", "a traced array", hint)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
-    counts = {jax.tree_util.keystr(path): int(jnp.sum(~jnp.isfinite(x))) for path, x in leaves}
-    return {path: count for path, count in counts.items() if count}
+    # Explicit transfers of one number for each leaf, which a transfer guard allows.
+    counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})
+    return {path: int(count) for path, count in counts.items() if count}
+
+
+def _count_nonfinite(x: _types.Array | _types.HostArray | float) -> _types.Array | int:
+    """Count non-finite elements, where the array is."""
+    return _count_on_device(x) if isinstance(x, jax.Array) else np.sum(~np.isfinite(x))
+
+
+@jax.jit
+def _count_on_device(x: _types.Array) -> _types.Array:
+    return jnp.sum(~jnp.isfinite(x))
 
 
 @_errors.public

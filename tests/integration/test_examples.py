@@ -81,6 +81,19 @@ def test_bad_value_is_refused_before_any_training(example, words, argument, caps
     assert argument in capsys.readouterr().err
 
 
+def test_without_qk_clip_the_logits_grow_and_with_it_the_model_learns(capsys):
+    import_module("qk_clip").main()
+    without, with_clip = capsys.readouterr().out.splitlines()
+    assert without.endswith("loss below 0.1: False, logits above 1,000: True")
+    assert with_clip.endswith("loss below 0.1: True, logits above 1,000: False")
+
+
+def test_private_training_says_its_epsilon(capsys):
+    pytest.importorskip("jax_privacy")
+    import_module("private_training").main()
+    assert capsys.readouterr().out == "epsilon 1.57 at delta 1e-05\n"
+
+
 @pytest.mark.parametrize(
     ("name", "skipped"), [("haiku_step", False), ("equinox_step", True), ("flax_step", True)]
 )

@@ -47,8 +47,11 @@ def microbatched_value_and_grad(
 
     The returned function splits the batch, runs `fun` on one micro-batch at a time, and averages
     values and gradients. The result equals that of the whole batch if `fun` is a mean over
-    examples, or, with `has_weight`, a weighted mean, for example over tokens. Use
-    `accumulate_gradients` to accumulate over several calls; both can be combined.
+    examples, or, with `has_weight`, a weighted mean, for example over tokens. It does not equal
+    that of the whole batch if `fun` compares examples with each other, as a contrastive loss or a
+    batch normalization does, and nothing raises an error. Check that the loss of a batch is the
+    mean of the losses of its halves, or split only the encoder, with
+    `jax.lax.map(jax.checkpoint(encode), micro_batches)`. Use `accumulate_gradients` to accumulate over several calls; both can be combined.
 
     | leaf of aux | default without `aux_reduction` |
     | --- | --- |

@@ -1,5 +1,6 @@
 """Functions that read or change the window of an accumulation between calls."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import check_transformation, is_float0, is_traced
+from .._checks import (
+    check_no_transformation,
+    check_transformation,
+    describe,
+    is_array_like,
+    is_float0,
+    is_traced,
+)
 from .._errors import public, type_error
 from .._run_if import run_step
 from .._states import find_states, is_own_state, plain_arrays, replace_states, with_structure_of
@@ -78,9 +86,34 @@ def flush(
         [-3.0]
     """
     check_transformation("tx", tx)
+    for name in extra_args.keys() & {"weight", "flush"}:
+        hint = "The window closes with the weights of its micro-batches."
+        raise type_error(name, "omitted", describe(extra_args[name]), hint)
     arrays, params = plain_arrays(state), plain_arrays(params)
-    windows = _accumulations(arrays)
-    is_open = jnp.stack([x.mini_step > 0 for x in windows]).any()
+    _accumulations(arrays)
+    # Outside jit, constants would be transferred to the device one by one.
+    is_array = {name: all(map(is_array_like, jax.tree.leaves(x))) for name, x in extra_args.items()}
+    traced = {name: x for name, x in extra_args.items() if is_array[name]}
+    static = tuple((name, x) for name, x in extra_args.items() if not is_array[name])
+    updates, flushed = _flush(tx, static, arrays, params, traced)
+    return updates, with_structure_of(state, flushed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _flush(
+    tx: optax.GradientTransformation,
+    static: tuple[tuple[str, Any], ...],
+    state: Tree,
+    params: Tree,
+    traced: dict[str, Any],
+) -> tuple[Tree, Tree]:
+    """Return the updates and the state of a call that passes no gradient and closes the window.
+
+    `static` and `traced` are the extra arguments: functions and other objects, and arrays.
+    """
+    extra_args = {**dict(static), **traced}
+    windows = _accumulations(state)
+    is_open = jnp.stack([x.mini_step for x in windows]).any()
     update = optax.with_extra_args_support(tx).update
     places = {path for path, _ in jax.tree.leaves_with_path(params_of(params))}
     totals = [x.gradient.total for x in windows]
@@ -102,8 +135,7 @@ def flush(
         updates, flushed = update(no_gradient, state, params, **ours, **extra_args)
         return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
-    updates, flushed = run_step(is_open, close, _without_outcomes(arrays))
-    return updates, with_structure_of(state, flushed)
+    return run_step(is_open, close, _without_outcomes(state))
 
 
 def _without_outcomes(state: Tree) -> Tree:
@@ -152,9 +184,14 @@ def reset_accumulation(state: Tree) -> Tree:
     """
     arrays = plain_arrays(state)
     _accumulations(arrays)
-    arrays = _without_outcomes(arrays)
-    emptied = replace_states(arrays, AccumulationState, lambda window: window.close_if(True))
+    emptied = replace_states(_without_outcomes(arrays), AccumulationState, _closed)
     return with_structure_of(state, emptied)
+
+
+@jax.jit  # outside jit, constants would be transferred to the device one by one
+def _closed(window: AccumulationState) -> AccumulationState:
+    """Return a window without micro-batches."""
+    return window.close_if(True)
 
 
 @public
@@ -179,6 +216,11 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     """
     (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
+    if any(map(np.ndim, counts)):
+        hint = "Select run i: `jax.tree.map(lambda x: x[i], state)`."
+        raise type_error(
+            "state", "the state of one run, without an axis of `vmap`", "several", hint
+        )
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     sizes = [x.size for x in jax.tree.leaves(window.gradient.total)]
     return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
@@ -186,6 +228,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
 
 def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:
     """Return all accumulations in a state; raise if there are none, or several with `only`."""
+    check_no_transformation(state)
     windows = [window for _, window in find_states(state, AccumulationState)]
     if not windows or (only and len(windows) > 1):
         rule = f"a state with {'exactly one' if only else 'an'} accumulation"

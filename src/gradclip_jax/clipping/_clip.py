@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from .._checks import check_choice, check_number, check_ord, check_params
-from .._devices import groups_of_type, map_arrays, shared, stack
-from .._errors import public
+from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
+from .._devices import broadcast_scalar
+from .._errors import public, type_error, value_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
-from ..norms._granularity import Granularity, as_granularity, count_norms, select_groups
-from ..norms._leaves import checked_leaves, measured_shapes
-from ..norms._mesh import max_over, replica_count, shard_axes, sum_over
-from ..norms._norm import Norms, Units, norm_dtype, norm_of_leaves, unit_norms, unit_sizes
-from ._formula import factor_of, scale_factor, scale_leaf
-from ._threshold import Elementwise, Threshold, apply_rules, as_rules, init_rules
-
-Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
-"""Reaction to a norm above its threshold, a name or a function `(norm, threshold) -> factor`."""
+from ..norms._granularity import Granularity, as_granularity, select_labels
+from ..norms._groups import NormGroups, PerGroup
+from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
+from ..norms._mesh import check_axis_name, max_over, replica_count, shard_axes, sum_over
+from ..norms._norm import group_norms, norm_of_leaves, root_mean_squares
+from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
+from ._threshold import Threshold, apply_rules, as_rules, init_rules
 
 
 class ClipState(NamedTuple):
@@ -47,6 +44,8 @@ class ClipState(NamedTuple):
     clip_factor: Scalar | dict[str, Scalar]
     clip_fraction: Scalar
     rules: tuple[Tree, ...]
+
+    is_clip = True
 
     def step_metrics(self) -> dict[str, Scalar]:
         """Return the entries of `metrics` for this state; those of groups end in their label."""
@@ -98,16 +97,29 @@ def clip_grad_norm(
         >>> float(norm), [round(x, 4) for x in clipped["w"].tolist()]
         (5.0, [0.6, 0.8])
     """
-    check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
+    limit = check_number("max_norm", max_norm, "Pass inf to compute the norm without clipping.")
     order = check_ord(ord)
+    check_axis_name(axis_name)
     leaves = checked_leaves("grads", grads)
     dtype = norm_dtype(leaves.arrays)
-    known = norm_of_leaves(leaves.arrays, order, axis_name) if norm is None else jnp.asarray(norm)
-    known = known.astype(dtype)
-    factor = scale_factor(known, jnp.asarray(max_norm, dtype))
+    if norm is None:
+        known = norm_of_leaves(leaves.arrays, order, axis_name)
+    else:
+        known = _known_norm(norm).astype(dtype)
+    factor = scale_factor(known, jnp.asarray(limit, dtype))
     factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
-    factors = shared(factor, leaves.arrays)
+    factors = broadcast_scalar(factor, leaves.arrays)
     return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), known
+
+
+def _known_norm(norm: Number) -> Array:
+    """Return the argument `norm` as an array, or raise if it is not a scalar >= 0 or NaN."""
+    hint = "Pass the result of `global_norm`."
+    if not is_scalar(norm, jnp.floating, jnp.integer):
+        raise type_error("norm", "a real scalar", describe(norm), hint)
+    if not is_traced(norm) and norm < 0:
+        raise value_error("norm", "at least 0", repr(norm), hint)
+    return jnp.asarray(norm)
 
 
 def norm_clip(
@@ -122,147 +134,107 @@ def norm_clip(
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     granularity = as_granularity(granularity)
     rules, labels = as_rules(argument, threshold, is_group=granularity.is_group)
-    if not callable(reaction):
-        check_choice("reaction", reaction, ("scale", "zero"))
     order = check_ord(ord)
-    uses_params = any(rule.uses_params for rule in rules)
+    check_reaction(reaction)
+    check_axis_name(axis_name)
+    # Without `jit`, the factors of a user-defined reaction can be checked in eager mode.
+    respond = _factors if callable(reaction) else _jitted_factors
 
     def init(params: Tree) -> ClipState:
-        leaves = measured_shapes(params)
+        leaves = inexact_shapes(params)
         if labels is None:
-            units = granularity.cut(leaves, params)
+            groups = granularity.partition(leaves, params)
         else:  # `optax.tree.map_params` passes a placeholder without labels
-            units = Units((None,) * len(leaves), len(labels), labels)
-        norm, threshold, factor = (_filled(x, units.names) for x in (0.0, UNBOUNDED, 1.0))
-        states = init_rules(rules, count_norms(units, leaves))
-        return ClipState(norm, threshold, factor, jnp.zeros((), jnp.float32), states)
+            groups = NormGroups((None,) * len(leaves), len(labels), labels)
+        norm, bound, factor = (_filled(x, groups.labels) for x in (0.0, UNBOUNDED, 1.0))
+        states = init_rules(rules, groups.count(leaves))
+        return ClipState(norm, bound, factor, jnp.zeros((), jnp.float32), states)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
-        arrays = leaves.arrays
-        units = granularity.cut(arrays, updates)
+        groups = granularity.partition(leaves.arrays, updates)
         if labels is not None:
-            units = select_groups(argument, units, labels)
-        norms, stacks, total = _measure(arrays, units, order, axis_name)
+            groups = select_labels(argument, groups, labels)
+        over = axis_name if groups.is_local else ()  # mesh axes over which the norms are sharded
+
+        norms = group_norms(leaves.arrays, groups, order, axis_name)
+        total = _total_norm(norms, order, over)
+        is_finite = jnp.isfinite(total)
         param_norms = norms
-        if uses_params:
+        if any(rule.uses_params for rule in rules):
             check_params(updates, params)
-            beside = leaves.beside(params)
-            param_norms = unit_norms(beside, units, order, axis_name)
-            param_norms = unit_sizes(param_norms, beside, units, axis_name)
+            param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
+        if groups.is_rms:
+            norms = root_mean_squares(norms, leaves.arrays, axis_name)
+            param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
+
         states = state.rules if isinstance(state, ClipState) else ()
-        thresholds, states = apply_rules(rules, norms, param_norms, states, jnp.isfinite(total))
-        limits: list[Array] = []
-        if labels is None and isinstance(rules[0], Elementwise):
-            # From a stack of thresholds, XLA on CPU would compute each of them in two kernels.
-            param_stacks = _stacked(param_norms, norms)
-            limits, _ = apply_rules(rules, stacks, param_stacks, (), jnp.isfinite(total))
-        columns = norms, thresholds, stacks, limits
-        clipped, metrics = _clipped(arrays, total, *columns, units, reaction, axis_name)
+        columns = norms, param_norms, states, is_finite
+        thresholds, states = apply_rules(argument, rules, *columns)
+        factors = respond(norms, thresholds, is_finite, reaction)
+        clipped = _scale_leaves(leaves.arrays, factors)
+
+        metrics = _metrics(total, norms, thresholds, factors, over)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _measure(
-    leaves: list[Array], units: Units, ord: float, axis_name: AxisName
-) -> tuple[Norms, list[Array], Scalar]:
-    """Compute the norms, or root mean squares, of all units, their stacks, and the total norm."""
-    norms = unit_norms(leaves, units, ord, axis_name)
-    stacks = _stacked(norms, norms)
-    is_single = len(norms) == 1 and not norms[0].ndim
-    over = axis_name if units.is_local else ()
-    total = norms[0] if is_single else norm_of_leaves(stacks, ord, over)
-    if units.is_rms:
-        norms = unit_sizes(norms, leaves, units, axis_name)
-        stacks = _stacked(norms, norms)
-    return norms, stacks, total
+def _total_norm(norms: PerGroup, ord: float, axis_name: AxisName) -> Scalar:
+    """Combine the norms of all groups to the norm of all elements."""
+    if norms.is_scalar:
+        return norms.arrays[0]
+    return norm_of_leaves(norms.arrays, ord, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
-def _clipped(
-    leaves: list[Array],
-    total: Scalar,
-    norms: Norms,
-    thresholds: list[Any],
-    stacks: list[Array],
-    limits: list[Any],
-    units: Units,
-    reaction: Reaction,
-    axis_name: AxisName,
-) -> tuple[list[Array], Any]:
-    """Return the clipped leaves, and the metrics of the step.
+def _factors(
+    norms: PerGroup, thresholds: PerGroup, is_finite: Scalar, reaction: Reaction
+) -> PerGroup:
+    """Return the factor of each norm group, or NaN for all groups if any norm is not finite."""
 
-    `limits` are the stacked thresholds, or empty if they are not known.
+    def factor(norm: Array, threshold: Array, is_finite: Array) -> Array:
+        return jnp.where(is_finite, factor_of(reaction, norm, threshold), jnp.nan)
+
+    return norms.map(factor, thresholds, is_finite)
+
+
+_jitted_factors = jax.jit(_factors, static_argnums=3)
+
+
+@jax.jit
+def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
+    """Multiply each leaf by the factor of its norm group."""
+    numbers = factors.for_leaves(leaves)
+    return [x if f is None else scale_leaf(x, f) for x, f in zip(leaves, numbers, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _metrics(
+    total: Scalar, norms: PerGroup, thresholds: PerGroup, factors: PerGroup, axis_name: AxisName
+) -> tuple[Any, Any, Any, Scalar]:
+    """Return norm, threshold and factor of all groups or of each label, and the fraction below 1.
+
+    The threshold and the factor of all groups are the smallest ones.
     """
-    respond = functools.partial(_factor, is_finite=jnp.isfinite(total), reaction=reaction)
-    if len(thresholds) == 1:  # one threshold for all norms
-        limits, thresholds = thresholds * len(stacks), thresholds * len(norms)
-    limits = limits or _stacked(thresholds, norms)
-    factors = map_arrays(respond, norms, thresholds)
-    # Stacks of several factors would make XLA on CPU compile a separate kernel for each leaf.
-    stacked = factors if len(factors) == 1 else list(map(respond, stacks, limits))
-    metrics = total, *_summary(limits, stacked, axis_name if units.is_local else ())
-    if units.names:
-        bounds = [jnp.minimum(x, UNBOUNDED) for x in thresholds]
-        columns = (zip(units.names, x, strict=True) for x in (norms, bounds, factors))
-        metrics = *({str(name): x for name, x in pairs} for pairs in columns), metrics[-1]
-    entries = units.entries
-    measured = [x for x, i in zip(leaves, entries, strict=True) if i is not None]
-    by_leaf = [factors[i] for i in entries if i is not None]
-    if len(factors) == 1:  # several factors are already slices of vectors, see `map_arrays`
-        by_leaf = shared(factors[0], measured)
-    scaled = map(scale_leaf, measured, by_leaf)
-    clipped = [x if i is None else next(scaled) for x, i in zip(leaves, entries, strict=True)]
-    return clipped, optax.tree.cast(metrics, jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnames="reaction")
-def _factor(norm: Array, threshold: Array, is_finite: Scalar, reaction: Reaction) -> Array:
-    """Return the factor of each norm; NaN on every device if any norm is not finite."""
-    threshold = jnp.broadcast_to(jnp.asarray(threshold, norm.dtype), norm.shape)
-    threshold = lax.select(is_finite, threshold, jnp.full_like(threshold, jnp.nan))
-    factor = factor_of(reaction, norm, threshold)
-    return factor if isinstance(reaction, str) else jnp.clip(factor, 0, 1)
-
-
-def _stacked(values: Sequence[Array], norms: Norms) -> list[Array]:
-    """Stack the values whose norms have the same type."""
-    stacks: list[Array] = []
-    for group in groups_of_type(norms):
-        like = norms[group[0]]
-        own = [jnp.broadcast_to(jnp.asarray(values[i], like.dtype), like.shape) for i in group]
-        stacks.append(stack(own))
-    return stacks
-
-
-def _summary(
-    thresholds: list[Any], factors: list[Array], axis_name: AxisName
-) -> tuple[Scalar, Scalar, Scalar]:
-    """Return the smallest threshold, the smallest factor, and the fraction of factors below 1."""
-    shards = [shard_axes(x, axis_name) for x in factors]
+    bounds = thresholds.map(lambda threshold: jnp.minimum(threshold, UNBOUNDED))
+    is_clipped = factors.map(lambda factor: (factor != 1).astype(factor.dtype))
+    bound, factor = bounds.min(UNBOUNDED), factors.min(1.0)
+    shards = [shard_axes(x, axis_name) for x in factors.arrays]
     everywhere = frozenset[str]().union(*shards)
-    dtype, size = norm_dtype(factors), 0
-    if len(factors) == 1 and not factors[0].ndim and not everywhere:
-        # On TPU, each reduction of one scalar would be a kernel of its own.
-        bound = jnp.minimum(jnp.asarray(thresholds[0], dtype), UNBOUNDED)
-        return bound, factors[0], (factors[0] != 1).astype(dtype)
-    bound, factor, num_clipped = (jnp.asarray(x, dtype) for x in (UNBOUNDED, 1, 0))
-    for threshold, x, axes in zip(thresholds, factors, shards, strict=True):
-        # Without the inner minimum, XLA on CPU reduces each part of a stack separately.
-        threshold = jnp.minimum(jnp.asarray(threshold, dtype), UNBOUNDED)
-        bound = jnp.minimum(bound, jnp.min(threshold, initial=UNBOUNDED))
-        factor = jnp.minimum(factor, jnp.min(x, initial=1))
-        num_clipped += jnp.sum(x != 1, dtype=dtype) / replica_count(axes, everywhere)
-        size += x.size * replica_count(frozenset(), axes)
-    if everywhere:  # `max_over` replaces NaN by infinity
+    if everywhere:
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
-        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-    return bound, factor, sum_over(num_clipped, everywhere) / max(size, 1)
+        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)  # infinity replaces NaN
+        shares = [jnp.full((), 1 / replica_count(axes, everywhere)) for axes in shards]
+        is_clipped = is_clipped.map(jnp.multiply, PerGroup(shares, factors.groups))
+    rows = zip(factors.arrays, shards, strict=True)
+    size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+    fraction = sum_over(is_clipped.sum(), everywhere) / max(size, 1)
+    if factors.groups.labels:
+        total, bound, factor = (x.by_label() for x in (norms, bounds, factors))
+    return optax.tree.cast((total, bound, factor, fraction), jnp.float32)
 
 
-def _filled(value: float, names: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:
-    """Return a scalar, or one for each name, with its own buffer, so that it can be donated."""
-    scalars = {str(name): jnp.full((), value, jnp.float32) for name in names}
+def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:
+    """Return a scalar, or one for each label, with its own buffer, so that it can be donated."""
+    scalars = {str(label): jnp.full((), value, jnp.float32) for label in labels}
     return scalars or jnp.full((), value, jnp.float32)

@@ -8,12 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_axis, check_number, describe, dtype_of, leaf_path
+from .._checks import (
+    check_axis,
+    check_count,
+    check_number,
+    check_static,
+    describe,
+    dtype_of,
+    leaf_path,
+)
 from .._errors import public, type_error, value_error
 from .._types import Array, Number, Path, Tree
 from ..norms._granularity import axes_within
-from ..norms._leaves import checked_leaves
-from ..norms._norm import norm_dtype, slice_units, unit_norms
+from ..norms._groups import slice_groups
+from ..norms._leaves import checked_leaves, norm_dtype
+from ..norms._norm import group_norms
 from ._formula import scale_factor, scale_leaf
 
 
@@ -29,7 +38,7 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
     | --- | --- |
     | norm <= max_norm, or all zero | unchanged bit for bit |
     | norm > max_norm | scaled to max_norm |
-    | a norm above 4e21, or elements below 3e-17 | counts as infinite; count as zero |
+    | a norm or elements outside the range of `global_norm` | infinite above, zero below |
     | a NaN or infinity | NaN in the whole slice, which a guard detects |
     | traced max_norm <= 0; NaN | zero; NaN |
 
@@ -42,7 +51,7 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
 
     Args:
         x: Floating-point or complex array; use `jax.tree.map` for a pytree.
-        max_norm: Maximum norm of a unit; a positive number, which may be traced. Infinity disables
+        max_norm: Maximum norm of a slice; a positive number, which may be traced. Infinity disables
             clipping.
         axis: Axes over which one norm is computed, as in NumPy: -1 for each token, `(1, 2)` for
             each example of a rank-3 array, None for the whole array. Inside `shard_map` these axes
@@ -63,14 +72,14 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
         >>> round(float(jax.grad(loss)(1.0)), 4)  # 0.6 + 0.8 of the first, 0.3 + 0.4 of the second
         2.1
     """
-    check_number("max_norm", max_norm, "Pass inf to disable clipping.")
+    limit = check_number("max_norm", max_norm, "Pass inf to disable clipping.")
     axes = check_axis(axis)
     if not jnp.issubdtype(dtype_of(x), jnp.inexact):
         hint = "Integers are not differentiable; for a tree, use `jax.tree.map`."
         raise type_error("x", "a floating or complex array", describe(x), hint)
     x = jnp.asarray(x)
     over = tuple(range(x.ndim)) if axes is None else axes_within(axes, x)
-    units = slice_units([over], is_local=True)
+    groups = slice_groups([over], is_local=True)
 
     @jax.custom_vjp
     def identity(x: Array, max_norm: Array) -> Array:
@@ -81,12 +90,12 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
         return x, max_norm
 
     def backward(max_norm: Array, cotangent: Array) -> tuple[Array, None]:
-        (norms,) = unit_norms([cotangent], units, 2.0, None)
+        (norms,) = group_norms([cotangent], groups, 2.0, None).arrays
         factors = jnp.where(jnp.isfinite(norms), scale_factor(norms, max_norm), jnp.nan)
         return scale_leaf(cotangent, factors), None
 
     identity.defvjp(forward, backward)
-    return identity(x, jnp.asarray(max_norm, norm_dtype([x])))
+    return identity(x, jnp.asarray(limit, norm_dtype([x])))
 
 
 @public
@@ -165,16 +174,22 @@ def qk_clip(
         Kimi Team, 2025, arXiv 2507.20534, algorithm 1. The rule for shared key heads is not in
         the paper.
     """
-    check_number("threshold", threshold, "Kimi K2 was trained with 100.")
-    logits, tau = (jnp.asarray(x).astype(jnp.float32) for x in (max_logits, threshold))
-    if logits.ndim != 1:
-        hint = "Pass one number for each query head, the maximum over all other axes."
-        raise value_error("max_logits", "a vector", describe(max_logits), hint)
+    limit = check_number("threshold", threshold, "Kimi K2 was trained with 100.")
+    hint = "Pass the axis that indexes heads, such as -2."
+    check_static("head_axis", head_axis)
+    head_axis = check_count("head_axis", head_axis, hint, low=-64, high=63)
+    hint = "Pass one number for each query head, the maximum over all other axes."
+    is_real = jnp.issubdtype(dtype_of(max_logits), jnp.floating)
+    if not is_real or np.ndim(max_logits) != 1:
+        error = value_error if is_real else type_error
+        raise error("max_logits", "a floating-point vector", describe(max_logits), hint)
+    logits, tau = (jnp.asarray(x).astype(jnp.float32) for x in (max_logits, limit))
     is_known = jnp.isfinite(logits) & (tau > 0)
     gamma = jnp.where(is_known, scale_factor(jnp.where(is_known, logits, 0), tau), 1)
     if key is None:
         return _scale_heads("query", query, gamma, head_axis), None
-    num_groups = _num_heads(jax.tree.leaves(key)[0], head_axis)
+    key_leaves = checked_leaves("key", key, real=True).arrays
+    num_groups = _num_heads(key_leaves[0], head_axis) if key_leaves else 0
     if num_groups == 0 or gamma.size % num_groups:
         rule = f"weights whose number of heads divides {gamma.size}"
         hint = "Pass key weights with one head for each group of query heads."

@@ -72,10 +72,11 @@ def ema(
     References:
         Wang et al., 2025, arXiv 2502.11034.
     """
-    check_number("factor", factor, "The paper uses 1.05.")
-    check_decays(decay=decay)
-    check_count("warmup_steps", warmup_steps, "The paper uses 100.")
-    check_number("warmup_max", warmup_max, "Pass inf to disable clipping during the warm-up.")
+    factor = check_number("factor", factor, "The paper uses 1.05.")
+    (decay,) = check_decays(decay=decay)
+    warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 100.")
+    hint = "Pass inf to disable clipping during the warm-up."
+    warmup_max = check_number("warmup_max", warmup_max, hint)
 
     def init(norm: Array) -> EmaState:
         return EmaState(jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm))
@@ -94,7 +95,7 @@ def ema(
         average = jnp.where(norm > 0, average, state.average)
         return threshold, EmaState(increment_where(state.step_count), average)
 
-    return Rule(init, update)
+    return Rule(init, update, name="ema")
 
 
 class ZscoreState(NamedTuple):
@@ -159,10 +160,11 @@ def zscore(
     References:
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
-    check_number("z_threshold", z_threshold, "The paper uses 2.5.")
-    check_decays(decay=decay)
-    check_count("warmup_steps", warmup_steps, "The paper uses 25.")
-    check_count("relearn_after", relearn_after, "Pass a number of consecutive outliers.")
+    z_threshold = check_number("z_threshold", z_threshold, "The paper uses 2.5.")
+    (decay,) = check_decays(decay=decay)
+    warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 25.")
+    hint = "Pass a number of consecutive outliers."
+    relearn_after = check_count("relearn_after", relearn_after, hint)
 
     def init(norm: Array) -> ZscoreState:
         count, zeros = jnp.zeros(norm.shape, jnp.int32), jnp.zeros_like(norm)
@@ -194,7 +196,7 @@ def zscore(
         )
         return threshold, optax.tree.where(norm != 0, next_state, state)
 
-    return Rule(init, update, allow_negative=True)
+    return Rule(init, update, allow_negative=True, name="zscore")
 
 
 @public
@@ -222,16 +224,16 @@ def quantile(target: Number = 0.5, rate: Number = 0.2, initial: Number = 1.0) ->
     References:
         Andrew, Thakkar, McMahan and Ramaswamy, 2021 (first 2019), arXiv 1905.03871.
     """
-    check_number("target", target, "Pass 0.5 for the median.", "[0, 1]")
-    check_number("rate", rate, "The paper uses 0.2.")
-    check_number("initial", initial, "The paper uses 0.1.")
+    target = check_number("target", target, "Pass 0.5 for the median.", "[0, 1]")
+    rate = check_number("rate", rate, "The paper uses 0.2.")
+    initial = check_number("initial", initial, "The paper uses 0.1.")
 
     def update(norm: Array, threshold: Array, param_norm: object) -> tuple[Array, Array]:
         below = (norm <= threshold).astype(jnp.float32)
         moved = jnp.clip(threshold * jnp.exp(-rate * (below - target)), 1e-30, 1e30)
         return threshold, jnp.where(norm > 0, moved, threshold)
 
-    return Rule(lambda norm: jnp.full_like(norm, initial), update)
+    return Rule(lambda norm: jnp.full_like(norm, initial), update, name="quantile")
 
 
 class WindowState(NamedTuple):
@@ -247,14 +249,16 @@ class WindowState(NamedTuple):
     value_count: Array
 
 
-def _window_rule(window: Count, threshold_of: Callable[[WindowState, WindowState], Array]) -> Rule:
+def _window_rule(
+    name: str, window: Count, threshold_of: Callable[[WindowState, WindowState], Array]
+) -> Rule:
     """Return a rule with the threshold `threshold_of(before, after)`.
 
     The arguments are the window of norms before and after the current step.
     """
 
     def init(norm: Array) -> WindowState:
-        values = jnp.full((int(window), *norm.shape), UNBOUNDED, jnp.float32)
+        values = jnp.full((window, *norm.shape), UNBOUNDED, jnp.float32)
         return WindowState(values, jnp.zeros(norm.shape, jnp.int32))
 
     def update(norm: Array, before: WindowState, param_norm: object) -> tuple[Array, WindowState]:
@@ -263,7 +267,7 @@ def _window_rule(window: Count, threshold_of: Callable[[WindowState, WindowState
         after = optax.tree.where(norm != 0, after, before)
         return threshold_of(before, after), after
 
-    return Rule(init, update, allow_negative=True)
+    return Rule(init, update, allow_negative=True, name=name)
 
 
 @public
@@ -295,13 +299,13 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
-    check_length("window", window, "Pass the number of norms to keep.")
+    percent = check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
+    window = check_length("window", window, "Pass the number of norms to keep.")
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:
         ordered = jnp.sort(after.values, axis=0)
         last = jnp.clip(after.value_count - 1, 0, window - 1)
-        position = jnp.asarray(percentile, jnp.float32) / 100 * last.astype(jnp.float32)
+        position = jnp.asarray(percent, jnp.float32) / 100 * last.astype(jnp.float32)
         below = jnp.minimum(jnp.floor(position).astype(jnp.int32), last)
         low, high = (
             jnp.take_along_axis(ordered, place[None], axis=0, mode="promise_in_bounds")[0]
@@ -309,7 +313,7 @@ def percentile(percentile: Number = 10.0, window: Count = 1000) -> Rule:
         )
         return low + (high - low) * (position - jnp.floor(position))
 
-    return _window_rule(window, threshold_of)
+    return _window_rule("percentile", window, threshold_of)
 
 
 @public
@@ -348,10 +352,10 @@ def mean_std(
         >>> updates.tolist()  # 2 + 2 * 1
         [4.0]
     """
-    check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
-    check_length("window", window, "Pass the number of norms to keep.")
-    check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
-    check_count("ddof", ddof, "Pass 0 or 1.", low=0)
+    z_threshold = check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
+    window = check_length("window", window, "Pass the number of norms to keep.")
+    warmup_steps = check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
+    ddof = check_count("ddof", ddof, "Pass 0 or 1.", low=0)
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:
         recorded = before.values < UNBOUNDED
@@ -369,4 +373,4 @@ def mean_std(
         threshold = unit * (mean + z_threshold * std)
         return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
-    return _window_rule(window, threshold_of)
+    return _window_rule("mean_std", window, threshold_of)

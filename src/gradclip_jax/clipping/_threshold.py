@@ -7,36 +7,51 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._checks import check_dtype_kept, check_number, describe, is_scalar, shapes_of, shortened
-from .._devices import map_arrays
+from .._checks import (
+    check_callable,
+    check_dtype_kept,
+    check_number,
+    describe,
+    dtype_of,
+    is_scalar,
+    shapes_of,
+    shortened,
+)
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
-from ..norms._norm import Norms, split
+from ..norms._groups import PerGroup
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
 
-    A rule receives all its norms at once, as a float32 vector, or as a scalar for one norm. Each
-    array of the state has shape () or a shape that ends with the shape of the norms. The state does
-    not change in a step with a non-finite norm, because such a step is discarded.
+    A rule with a state receives all its norms at once, as a float32 vector, or as a scalar for one
+    norm. Each array of the state has shape () or a shape that ends with the shape of the norms. The
+    state does not change in a step with a non-finite norm, because such a step is discarded.
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
-            norms.
+            norms. None for a rule without a state, whose `update` is elementwise and receives the
+            state `()`; it may receive the norms one by one.
         update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
             norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
             unit of the norm. A threshold <= 0 results in a zero update.
         uses_params: Whether `update` needs the norms of the parameters.
         allow_negative: Whether `update` supports negative values, such as losses.
+        counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
+            step count of a schedule does.
+        name: Name of the rule. States of rules with different names are not converted to each
+            other.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -50,25 +65,18 @@ class Rule:
         >>> clip = gcx.clip_by_global_norm(gcx.thresholds.Rule(init, update))
     """
 
-    init: Callable[[Array], Tree]
+    init: Callable[[Array], Tree] | None
     update: Callable[[Array, Tree, Array | None], tuple[Array, Tree]]
     uses_params: bool = False
     allow_negative: bool = False
+    counts_nonfinite: bool = False
+    name: str = ""
 
-
-class _Constant(Rule):
-    """A rule for a number, which is the same for all norms."""
-
-
-class Elementwise(Rule):
-    """A rule without a state that is applied to each array of norms, or to stacks of them.
-
-    XLA on CPU compiles this faster than a vector of all norms.
-    """
-
-
-class _Scheduled(Rule):
-    """A rule for a schedule, whose state also counts steps with a non-finite norm."""
+    def __post_init__(self) -> None:
+        if self.init is not None:
+            check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
+        hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
+        check_callable("update", self.update, hint)
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -86,9 +94,12 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         if not is_scalar(value, jnp.floating, jnp.integer):
             rule, hint = "a schedule that returns a real scalar", "Return one number per step."
             raise type_error(argument, rule, describe(value), hint)
+        is_array = isinstance(value, jax.Array)
+        hint = "Return a positive number, or inf for no threshold."
+        value = value if is_array else check_number(argument, value, hint, "[-inf, inf]")
         return jnp.asarray(value), increment_where(count)
 
-    return _Scheduled(init, update, allow_negative=True)
+    return Rule(init, update, allow_negative=True, counts_nonfinite=True, name="schedule")
 
 
 @public
@@ -109,31 +120,50 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
-    check_number("eps", eps, "The paper uses 1e-3.")
+    ratio = check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
+    eps = check_number("eps", eps, "The paper uses 1e-3.")
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         assert param_norm is not None  # because of `uses_params`
         limit, floor = jnp.float32(ratio), jnp.float32(eps)
         return limit * jnp.maximum(param_norm, floor), state
 
-    return Elementwise(lambda norm: (), update, uses_params=True)
+    return Rule(None, update, uses_params=True, name="relative_to_params")
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
     if isinstance(threshold, Rule):
+        check_arity(argument, threshold)
         return threshold
+    if getattr(threshold, "__module__", "").startswith(str(__package__)):
+        name = getattr(threshold, "__name__", "rule")  # a function that returns rules
+        rule, hint = f"a rule, such as `{name}(...)`", "Call the function."
+        raise type_error(argument, rule, f"the function `{name}`", hint)
     if callable(threshold) and not isinstance(threshold, type):
         return scheduled(argument, threshold)
     hint = (
         "Or pass a schedule or a rule. Use `clip_by_group_norm` for several thresholds, and"
         " `clip_grad_norm(grads, max_norm)` to clip a tree without a transformation."
     )
-    check_number(argument, threshold, hint, f"({low}, inf]")
-    # An int above 2^31 is not an int32.
-    value: Any = float(threshold) if isinstance(threshold, int) else threshold
-    return _Constant(lambda norm: (), lambda norm, state, _: (value, state))
+    value = check_number(argument, threshold, hint, f"({low}, inf]")
+    return Rule(None, lambda norm, state, param_norm: (value, state), name="number")
+
+
+def check_arity(argument: str, rule: Rule) -> None:
+    """Raise if the functions of a rule have other numbers of arguments."""
+    for name, fun, arguments in (
+        ("init", rule.init, ("zeros",)),
+        ("update", rule.update, ("norm", "state", "param_norm")),
+    ):
+        try:
+            inspect.signature(fun).bind(*arguments) if fun else None
+        except ValueError:  # a builtin without a signature
+            continue
+        except TypeError as error:
+            expected = f"a rule whose `{name}` takes ({', '.join(arguments)})"
+            hint = "Define the function with these arguments; see `gcx.thresholds.Rule`."
+            raise type_error(argument, expected, shortened(fun), hint) from error
 
 
 @public
@@ -151,17 +181,24 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
         [1.0]
     """
-    check_number("max_threshold", max_threshold, "Use the rule without `capped` for no bound.")
+    hint = "Use the rule without `capped` for no bound."
+    bound = check_number("max_threshold", max_threshold, hint)
+    if not isinstance(rule, Rule):
+        name = getattr(rule, "__name__", "quantile")
+        hint = f"Pass for example `gcx.thresholds.{name}(...)`."
+        raise type_error("rule", f"a rule, such as `{name}(...)`", shortened(rule), hint)
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, jnp.float32(max_threshold)), state
+        return jnp.minimum(threshold, jnp.float32(bound)), state
 
     return dataclasses.replace(rule, update=update)
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
     """Return the initial state, in which each array has its own buffer and can be donated."""
+    if rule.init is None:
+        return ()
     return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
 
 
@@ -171,30 +208,51 @@ def apply_rule(
     state: Tree,
     param_norm: Array | None = None,
     is_finite: Scalar | bool = True,
+    argument: str = "threshold",
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
     The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
     """
-    # States are float32, so a larger norm counts as the largest float32 and changes no state.
-    value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
-    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | isinstance(rule, _Scheduled)
+    value = norm
+    if rule.init is not None:
+        # States are float32, so a larger norm counts as the largest float32 and changes no state.
+        value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     result = rule.update(value.astype(jnp.float32), state, given)
-    if not (isinstance(result, tuple) and len(result) == 2):
-        hint = "Return a tuple from `Rule.update`."
-        raise type_error("threshold", "a threshold and the next state", describe(result), hint)
-    threshold, proposed = result
-    threshold = jnp.broadcast_to(jnp.asarray(threshold).astype(norm.dtype), norm.shape)
+    threshold, proposed = _checked_result(argument, result, norm, state)
     if norm.dtype == jnp.float64:
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
+    if rule.init is None:
+        return threshold, state
+    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | rule.counts_nonfinite
 
     def select(new: Array, old: Array) -> Array:
-        check_dtype_kept("threshold", new, old)
+        check_dtype_kept(argument, new, old)
         new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)  # never larger
         return jnp.where(keeps, new, old)
 
     return threshold, jax.tree.map(select, proposed, state)
+
+
+def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tuple[Array, Tree]:
+    """Return the threshold, with the dtype and shape of the norms, and the next state, or raise."""
+    hint = "Return a threshold and the next state from `Rule.update`."
+    if not (isinstance(result, tuple) and len(result) == 2):
+        rule = "a rule that returns a threshold and the next state"
+        raise type_error(argument, rule, describe(result), "Return a tuple from `Rule.update`.")
+    threshold, proposed = result
+    is_real = any(jnp.issubdtype(dtype_of(threshold), x) for x in (jnp.floating, jnp.integer))
+    if not is_real or np.shape(threshold) not in ((), norm.shape):
+        rule = f"a rule that returns a threshold like {describe(norm)}"
+        raise type_error(argument, rule, describe(threshold), hint)
+    if jax.tree.structure(proposed) != jax.tree.structure(state):
+        rule = f"a rule that returns a state like {shortened(state)}"
+        raise type_error(argument, rule, shortened(proposed), hint)
+    threshold = jnp.asarray(threshold, norm.dtype)
+    if norm.ndim and not threshold.ndim:
+        threshold = threshold + jnp.zeros_like(norm)  # with the sharding of the norms
+    return threshold, proposed
 
 
 def as_rules(
@@ -212,51 +270,36 @@ def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
 
     The states are () if no rule has a state.
     """
-    shape = _vector_shape(num_norms if len(rules) == 1 else 1)
+    shape = (num_norms,) if len(rules) == 1 and num_norms != 1 else ()
     states = tuple(init_state(rule, shape) for rule in rules)
     return states if jax.tree.leaves(states) else ()
 
 
 def apply_rules(
-    rules: Sequence[Rule], norms: Norms, param_norms: Norms, states: Tree, is_finite: Scalar
-) -> tuple[list[Any], Tree]:
-    """Return a threshold for each array of norms or one for all, and the next states."""
-    thresholds: list[Any] = []
-    after: list[Tree] = []
-    columns = ([x] if len(rules) == 1 else [[norm] for norm in x] for x in (norms, param_norms))
-    for rule, own, params, state in zip(rules, *columns, states or [()] * len(rules), strict=True):
-        if isinstance(rule, _Constant):
-            thresholds.append(rule.update(jnp.zeros(()), (), None)[0])
-        elif isinstance(rule, Elementwise):
-            thresholds += map_arrays(functools.partial(_threshold_of, rule), own, params)
-        else:
-            expected = _state_shapes(rule, own)
-            if jax.tree.leaves(expected) and shapes_of(state) != shapes_of(expected):
-                hint = "Pass the state of `init` for the structure of the updates."
-                raise type_error("state", f"like {shortened(expected)}", shortened(state), hint)
-            vector, state = apply_rule(rule, _as_vector(own), state, _as_vector(params), is_finite)
-            thresholds += split(vector, own)
-        after.append(state)
-    return thresholds, tuple(after) if states else ()
-
-
-def _threshold_of(rule: Rule, norm: Array, param_norm: Array) -> Array:
-    """Apply a rule without a state."""
-    return apply_rule(rule, norm, (), param_norm)[0]
-
-
-def _vector_shape(num_norms: int) -> tuple[int, ...]:
-    """Return the shape of the norms that a rule receives: a vector, or a scalar for one norm."""
-    return () if num_norms == 1 else (num_norms,)
-
-
-def _as_vector(norms: Sequence[Array]) -> Array:
-    """Concatenate norms to an array with the shape `_vector_shape`."""
-    vector = jnp.concatenate([x.reshape(-1) for x in norms] or [jnp.zeros(0)])
-    return vector.reshape(_vector_shape(vector.size))
-
-
-def _state_shapes(rule: Rule, norms: Sequence[Array]) -> Tree:
-    """Return the shapes of the state of a rule for these norms, without concatenating them."""
-    shape = _vector_shape(sum(x.size for x in norms))
-    return jax.eval_shape(rule.init, jax.ShapeDtypeStruct(shape, jnp.float32))
+    argument: str,
+    rules: Sequence[Rule],
+    norms: PerGroup,
+    param_norms: PerGroup,
+    states: Tree,
+    is_finite: Scalar,
+) -> tuple[PerGroup, Tree]:
+    """Return the threshold of each norm group, and the next states of the rules."""
+    apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
+    if len(rules) != 1:  # one for each group
+        states = states or ((),) * len(rules)
+        columns = rules, norms.arrays, states, param_norms.arrays
+        results = [apply(*row) for row in zip(*columns, strict=True)]
+        after = tuple(state for _, state in results)
+        after = after if jax.tree.leaves(after) else ()
+        return PerGroup([threshold for threshold, _ in results], norms.groups), after
+    (rule,) = rules
+    if rule.init is None:
+        return norms.map(lambda norm, other: apply(rule, norm, (), other)[0], param_norms), ()
+    vector = norms.vector()
+    like = jax.eval_shape(rule.init, jax.ShapeDtypeStruct(vector.shape, jnp.float32))
+    state = states[0] if states else like
+    if jax.tree.leaves(like) and (not states or shapes_of(state) != shapes_of(like)):
+        hint = "Pass the state of `init` for the structure of the updates."
+        raise type_error("state", f"like {shortened(like)}", shortened(states), hint)
+    thresholds, state = apply(rule, vector, state, param_norms.vector())
+    return norms.with_vector(thresholds), (state,) if states else ()

@@ -14,11 +14,11 @@ from .._checks import check_number, is_traced
 from .._errors import public, value_error
 from .._types import UNBOUNDED, Array, AxisName, Count, Labels, Number, Order, Tree
 from ..norms._granularity import Granularity, group, layer
-from ..norms._granularity import axis as unit_axis
+from ..norms._granularity import axis as axis_granularity
 from ..norms._leaves import checked_leaves
 from ..norms._norm import norm_of_leaves
-from ._clip import Reaction, norm_clip
-from ._formula import clamp_leaf, scale_factor
+from ._clip import norm_clip
+from ._formula import Reaction, clamp_leaf, scale_factor
 from ._rules import EmaState, ema, zscore
 from ._rules import percentile as percentile_rule
 from ._threshold import Threshold, capped, relative_to_params
@@ -50,7 +50,7 @@ def clip_by_norm(
     | --- | --- |
     | `"scale"` | `min(1, threshold / norm)` |
     | `"zero"` | 1 up to the threshold, 0 above it |
-    | a function | `reaction(norm, threshold)`, elementwise, also up to the threshold |
+    | a function | `reaction(norm, threshold)`, elementwise, also up to the threshold, in [0, 1] |
 
     | step | update |
     | --- | --- |
@@ -64,7 +64,8 @@ def clip_by_norm(
             `gcx.thresholds`. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
         reaction: Factor of each norm, as in the table. A function receives finite norms >= 0 and
-            finite thresholds > 0, as scalars or arrays, and returns factors in [0, 1].
+            finite thresholds > 0, as scalars or arrays, and returns factors in [0, 1]. A concrete
+            factor outside this range raises, and a traced one is clamped to it.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
@@ -123,7 +124,7 @@ def clip_by_global_norm(
     | --- | --- |
     | norm <= `max_norm`, or all zero | unchanged bit for bit |
     | norm > `max_norm` | scaled in at least float32, and rounded once to the leaf's dtype |
-    | float32 elements from 3e-17, norm up to 4e21 | correct to 1e-6; see `global_norm` |
+    | float32 elements from 1e-18, norm up to 1.8e19 | correct to 1e-6; see `global_norm` |
     | a NaN or infinity | every leaf is NaN, which `skip_nonfinite` detects |
     | traced `max_norm` <= 0 | zero |
     | no leaves | unchanged |
@@ -284,8 +285,8 @@ def clip_by_block_rms(
     References:
         Shazeer and Stern, 2018, arXiv 1804.04235, section 6.
     """
-    units = layer(num_layer_axes, rms=True)
-    return norm_clip("threshold", threshold, units, axis_name=axis_name)
+    granularity = layer(num_layer_axes, rms=True)
+    return norm_clip("threshold", threshold, granularity, axis_name=axis_name)
 
 
 @public
@@ -332,9 +333,9 @@ def adaptive_grad_clip(
     References:
         Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
     """
-    check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
+    clipping = check_number("clipping", clipping, "The paper uses 0.01 for large batches.")
     rule = relative_to_params(clipping, eps)
-    return norm_clip("clipping", rule, unit_axis(axis), axis_name=axis_name)
+    return norm_clip("clipping", rule, axis_granularity(axis), axis_name=axis_name)
 
 
 @public
@@ -425,7 +426,7 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
+        max_norm = check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
         rule = capped(rule, max_norm)
     return norm_clip("max_norm", rule, axis_name=axis_name)
 
@@ -476,18 +477,18 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
-    check_number("relative", relative, "The paper uses 1.05.")
-    check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    relative = check_number("relative", relative, "The paper uses 1.05.")
+    bound = check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
     rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
 
     def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
         # `norms` is the vector of the norms of all leaves.
-        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(absolute, UNBOUNDED))
+        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(bound, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
         thresholds, state = rule.update(scaled, state, None)
         return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
 
-    both = dataclasses.replace(rule, update=update)
+    both = dataclasses.replace(rule, update=update, name="adagc")
     return norm_clip("relative", both, layer(num_layer_axes), axis_name=axis_name)
 
 
@@ -502,7 +503,8 @@ def clip_by_value(
 
     Args:
         max_value: Upper bound in the units of the gradients; a positive number or a traced scalar.
-        min_value: Lower bound, less than `max_value`; None means `-max_value`.
+        min_value: Lower bound, less than `max_value`; None means `-max_value`. A traced bound above
+            a traced `max_value` counts as `max_value`.
 
     Returns:
         A gradient transformation without a state.
@@ -517,10 +519,10 @@ def clip_by_value(
         >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
         [-1.0, 0.5, 1.0]
     """
-    _check_bounds(max_value, min_value)
+    high, low = _checked_bounds(max_value, min_value)
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        return _clamp_tree("updates", updates, max_value, min_value), state
+        return _clamp_tree("updates", updates, high, low), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -546,18 +548,20 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
         >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
         [-1.0, 0.5]
     """
-    _check_bounds(max_value, None)
-    return _clamp_tree("grads", grads, max_value, None)
+    high, _ = _checked_bounds(max_value, None)
+    return _clamp_tree("grads", grads, high, None)
 
 
-def _check_bounds(max_value: Number, min_value: Number | None) -> None:
+def _checked_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, Number | None]:
+    """Return the bounds as floats unless they are traced, or raise."""
     hint = "To clip a tree without a transformation, use `clip_grad_value(grads, max_value)`."
-    check_number("max_value", max_value, hint)
+    high, low = check_number("max_value", max_value, hint), None
     if min_value is not None:
         hint = "Omit it to use `-max_value`."
-        check_number("min_value", min_value, hint, "[-inf, inf]")
-        if not (is_traced(min_value) or is_traced(max_value) or min_value < max_value):
+        low = check_number("min_value", min_value, hint, "[-inf, inf]")
+        if not (is_traced(low) or is_traced(high) or low < high):
             raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
+    return high, low
 
 
 def _clamp_tree(argument: str, tree: Tree, high: Number, low: Number | None) -> Tree:

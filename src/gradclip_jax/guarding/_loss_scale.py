@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import jax
@@ -10,15 +11,15 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_count, check_number, is_float0
+from .._checks import check_count, check_number, describe, is_float0
 from .._errors import public, type_error
-from .._states import find_states, increment_where, plain_arrays
+from .._states import find_states, has_clip, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
-from ..clipping._clip import ClipState
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
 from ..wrappers._execute import wrap
-from ._skip_nonfinite import Check, finite_guard, is_bad
+from ..wrappers._state import WrapperState
+from ._skip_nonfinite import Check, finite_guard, is_nonfinite
 
 _MIN_SCALE: Final = 1.0
 _MAX_SCALE: Final = 2.0**24
@@ -86,6 +87,9 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
     _check_no_clip_before(state)
     value = jnp.asarray(loss)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        hint = "Pass the loss that is differentiated."
+        raise type_error("loss", "a real floating-point array", describe(value), hint)
     value = value.astype(wide_dtype(value.dtype))
     scale = jnp.asarray(plain_arrays(scales[0][1].loss_scale), value.dtype)
     constant = lax.stop_gradient(value)
@@ -94,13 +98,30 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
 
 def _check_no_clip_before(state: Tree) -> None:
     """Raise if a chain clips gradients before the loss scale divides them."""
-    for _, chain in find_states(state, tuple):
-        places = [i for i, x in enumerate(chain) if find_states(x, LossScaleState)]
-        clips = [x for x in chain[: min(places, default=0)] if isinstance(x, ClipState)]
-        if type(chain) is tuple and clips:
-            rule = "a state without a clip before the loss scale in the same chain"
-            hint = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
-            raise type_error("state", rule, "one with a clip that receives scaled gradients", hint)
+    if _has_clip_before(state):
+        rule = "a state without a clip before the loss scale in the same chain"
+        hint = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
+        raise type_error("state", rule, "one with a clip that receives scaled gradients", hint)
+
+
+def _has_clip_before(state: Tree) -> bool:
+    """Return whether a clip is before the loss scale in the state of a chain.
+
+    The state of `optax.named_chain` is a dictionary, which does not keep the order.
+    """
+    if isinstance(state, WrapperState) or not find_states(state, LossScaleState):
+        return False
+    is_chain = type(state) is tuple or isinstance(state, Mapping)
+    children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
+    if not is_chain:  # the groups of `optax.partition` are not a chain
+        groups = [[*x.values()] if isinstance(x, Mapping) else [x] for x in children]
+        return any(_has_clip_before(x) for group in groups for x in group)
+    for child in children:
+        if find_states(child, LossScaleState) and not isinstance(state, Mapping):
+            return _has_clip_before(child)
+        if not find_states(child, LossScaleState) and has_clip(child):
+            return True
+    return any(map(_has_clip_before, children))
 
 
 @public
@@ -206,6 +227,6 @@ def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
         x = jnp.asarray(x)
         dtype = wide_dtype(x.dtype)
         quotient = x.astype(dtype) / state.loss_scale.astype(jnp.finfo(dtype).dtype)
-        return quotient if dtype == x.dtype else jnp.where(is_bad(x), jnp.nan, quotient)
+        return quotient if dtype == x.dtype else jnp.where(is_nonfinite(x), jnp.nan, quotient)
 
     return jax.tree.map(divide, grads)

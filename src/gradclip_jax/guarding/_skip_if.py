@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_callable, check_dtype_kept, describe, is_scalar, shapes_of, shortened
+from .._checks import (
+    call_user,
+    check_callable,
+    check_dtype_kept,
+    describe,
+    is_scalar,
+    shapes_of,
+    shortened,
+)
 from .._errors import public, type_error
 from .._run_if import like_dtypes
 from .._types import AxisName, Count, Scalar, Tree
@@ -56,6 +64,10 @@ class SkipRule:
     init: Callable[[Tree], Tree]
     should_skip: Callable[..., tuple[Scalar, Tree]]
     advance: Callable[[Tree, Tree, Scalar], Tree]
+
+    def __post_init__(self) -> None:
+        for name in ("init", "should_skip", "advance"):
+            check_callable(name, getattr(self, name), "Pass a function; see `gcx.SkipRule`.")
 
 
 @public
@@ -110,7 +122,13 @@ def skip_if(
     def check(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        skip, observed = rule.should_skip(grads, state, params, **extra_args)
+        arguments = grads, state, params
+        result = call_user("predicate", "should_skip", rule.should_skip, *arguments, **extra_args)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            must = "a rule whose `should_skip` returns `(skip, observed)`"
+            hint = "Return for example `value > limit, ()`."
+            raise type_error("predicate", must, shortened(result), hint)
+        skip, observed = result
         is_bool = is_scalar(skip, jnp.bool_)
         if not is_bool or varying_axes(jnp.asarray(skip)):
             must = "a function that returns a bool[] that is the same on all devices"
@@ -120,14 +138,17 @@ def skip_if(
         return {"other": jnp.asarray(skip)}, observed
 
     def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
-        after = rule.advance(state, observed, skipped)
+        after = call_user("predicate", "advance", rule.advance, state, observed, skipped)
         if shapes_of(after) != shapes_of(state):
             must, got = "a rule whose state keeps its shapes", shortened(after)
             raise type_error("predicate", must, got, "Return a state like that of `init`.")
         jax.tree.map(functools.partial(check_dtype_kept, "predicate"), after, state)
         return like_dtypes(after, state)
 
-    guard = Guard("skip_if", ("other",), check, rule.init, advance)
+    def init(params: Tree) -> Tree:
+        return call_user("predicate", "init", rule.init, params)
+
+    guard = Guard("skip_if", ("other",), check, init=init, advance=advance)
     options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
     return wrap(guard._replace(axis_name=axis_name, **options), inner)
 
@@ -138,6 +159,9 @@ def _without_state(predicate: Any) -> SkipRule:
     check_callable("predicate", predicate, hint)
     return SkipRule(
         init=lambda params: (),
-        should_skip=lambda grads, state, params, **extra: (predicate(grads, params, **extra), ()),
+        should_skip=lambda grads, state, params, **extra: (
+            call_user("predicate", "predicate", predicate, grads, params, **extra),
+            (),
+        ),
         advance=lambda state, observed, skipped: state,
     )

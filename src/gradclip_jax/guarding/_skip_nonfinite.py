@@ -19,11 +19,11 @@ import optax
 from jax import lax
 
 from .._checks import check_choice, is_scalar
-from .._devices import fusion_barrier, joined
+from .._devices import fusion_barrier, tree_reduce
 from .._errors import public
 from .._states import is_own_state
 from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
-from ..norms._leaves import is_measured, measured_leaves
+from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mask import Mask, broadcast_mask
 from ..norms._mesh import max_over, shard_axes
 from ..norms._norm import norm_of_leaves
@@ -52,7 +52,8 @@ def skip_nonfinite(
     | step | result |
     | --- | --- |
     | a NaN or infinity in gradient, loss or weight | zero update, state unchanged |
-    | a norm above 1.8e19 in float32, or an element above 255 in float16 | the same |
+    | a norm above 1.8e19 in float32 | the same |
+    | an element above 255 in float16, unless it is accumulated in float32 | the same |
     | a NaN or infinity in the update, or a new one in a state array | applied by default |
     | the same with `check="step"` | zero update, state unchanged |
     | an infinity in a scalar of the state, such as an infinite clip threshold | applied |
@@ -118,12 +119,22 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
     def check_gradient(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        accepted = finite_scalars(extra_args, axis_name)
-        if check == "step":
-            accepted &= all_finite(grads, axis_name)
-        else:
-            accepted &= has_finite_squares(grads, norm, axis_name)
-        return {"nonfinite": ~accepted}, ()
+        rejections, observed = check_micro_batch(grads, norm, state, params, extra_args)
+        if check == "gradient":
+            rejections["nonfinite"] |= ~has_finite_narrow_squares(grads, axis_name)
+        return rejections, observed
+
+    def check_micro_batch(
+        grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Rejections, Tree]:
+        leaves, is_accepted = inexact_leaves(grads), finite_scalars(extra_args, axis_name)
+        if check == "gradient":
+            # A finite norm shows that all leaves are finite, except for narrow dtypes.
+            is_accepted &= norm <= math.sqrt(UNBOUNDED)
+            leaves = [x for x in leaves if is_narrow(x)]
+        if leaves:
+            is_accepted &= all_finite(leaves, axis_name)
+        return {"nonfinite": ~is_accepted}, ()
 
     def check_step(updates: Tree, before: Tree, after: Tree, params: Tree) -> Rejections:
         accepted = is_finite_step(updates, before, after, params, trainable, axis_name)
@@ -133,6 +144,7 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
         name,
         ("nonfinite",),
         check_gradient,
+        check_micro_batch=check_micro_batch,
         checks_window=check == "gradient",
         check_step=check_step if check == "step" else None,
         trainable=trainable,
@@ -142,27 +154,28 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
 
 def all_finite(tree: Tree, axis_name: AxisName) -> Scalar:
     """Return whether all elements of a tree are finite on all devices."""
-    return ~_is_any([is_bad(x) for x in measured_leaves(tree)], axis_name)
+    return ~_is_any([is_nonfinite(x) for x in inexact_leaves(tree)], axis_name)
 
 
-def has_finite_squares(tree: Tree, norm: Scalar, axis_name: AxisName) -> Scalar:
-    """Return whether the sum of squares is finite, so that no second moment becomes infinite.
+def is_narrow(x: Array) -> bool:
+    """Return whether the dtype of an array has a smaller range than float32 and bfloat16."""
+    return float(jnp.finfo(x.dtype).max) < 1e38
 
-    For dtypes with a smaller range than float32, such as float16, the individual squares must be
-    finite in that dtype as well. `norm` is the norm of the tree.
-    """
-    leaves = measured_leaves(tree)
-    largest = [float(jnp.finfo(x.dtype).max) for x in leaves]
-    ok = norm <= math.sqrt(min([x for x in largest if x > 1e38], default=UNBOUNDED))
-    # Without the barrier, XLA may omit the rounding that makes these values infinite.
-    narrow = [fusion_barrier(x) for x, y in zip(leaves, largest, strict=True) if y < 1e38]
-    if narrow:
-        ok &= norm_of_leaves(narrow, math.inf, axis_name) <= math.sqrt(min(largest))
-    return ok
+
+def has_finite_narrow_squares(tree: Tree, axis_name: AxisName) -> Scalar:
+    """Return whether the squares of narrow leaves, such as float16, are finite in their dtypes."""
+    is_finite = jnp.bool_(True)
+    leaves = inexact_leaves(tree)
+    for dtype in {x.dtype: None for x in leaves if is_narrow(x)}:
+        # Without the barrier, XLA may omit the rounding that makes these values infinite.
+        own = [fusion_barrier(x) for x in leaves if x.dtype == dtype]
+        largest = norm_of_leaves(own, math.inf, axis_name)
+        is_finite &= largest <= math.sqrt(float(jnp.finfo(dtype).max))
+    return is_finite
 
 
 def is_finite_step(
-    updates: Tree, before: Tree, after: Tree, params: Tree, mask: Mask, axis_name: AxisName
+    updates: Tree, before: Tree, after: Tree, params: Tree, trainable: Mask, axis_name: AxisName
 ) -> Scalar:
     """Return whether the update and the next state of a step are finite.
 
@@ -171,12 +184,12 @@ def is_finite_step(
     | a new NaN | non-finite |
     | a new infinity in an array, or in the moment of a parameter | non-finite |
     | an infinity in any other scalar, such as a hyperparameter | accepted |
-    | a moment of a parameter that the mask excludes | not checked |
+    | a moment of a parameter that is not trainable | not checked |
     | measurements in states of this package | not checked, because no step depends on them |
     """
     leaves = jax.tree.leaves_with_path(params_of(updates))
-    included = jax.tree.leaves(broadcast_mask(mask, params_of(updates), params_of(params)))
-    shapes = {path: np.shape(x) for path, x in leaves if is_measured(x)}
+    included = jax.tree.leaves(broadcast_mask(trainable, params_of(updates), params_of(params)))
+    shapes = {path: np.shape(x) for path, x in leaves if is_inexact(x)}
     excluded = {path for (path, _), keep in zip(leaves, included, strict=True) if not keep}
     before, after = map(_without_measurements, (before, after))
     rows = [(path, x, None) for path, x in jax.tree.leaves_with_path(updates)]
@@ -187,11 +200,11 @@ def is_finite_step(
         # The path of a moment ends with the path of its parameter.
         suffixes = [path[i:] for i in range(len(path) + 1)]
         place = next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
-        if not is_measured(x) or place in excluded:
+        if not is_inexact(x) or place in excluded:
             continue
-        bad = jnp.isnan(x) if place is None and np.ndim(x) == 0 else is_bad(x)
+        bad = jnp.isnan(x) if place is None and np.ndim(x) == 0 else is_nonfinite(x)
         if old is not None:
-            bad = lax.bitwise_and(bad, lax.bitwise_not(is_bad(old)))
+            bad = lax.bitwise_and(bad, lax.bitwise_not(is_nonfinite(old)))
         # Combine the update and the moments of a parameter, so that XLA reads them once.
         key = len(flags) if place is None else (place, jax.typeof(bad))
         flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
@@ -215,11 +228,11 @@ def finite_scalars(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     return all_finite([x for x in scalars if is_scalar(x, jnp.inexact)], axis_name)
 
 
-def is_bad(x: Array) -> Array:
+def is_nonfinite(x: Array) -> Array:
     """Return a mask of the non-finite elements."""
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
-        return is_bad(x.real) | is_bad(x.imag)
+        return is_nonfinite(x.real) | is_nonfinite(x.imag)
     info = jnp.finfo(x.dtype)
     if info.bits < 32:
         # XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one. Scale the
@@ -236,4 +249,4 @@ def _is_any(flags: list[Array], axis_name: AxisName) -> Scalar:
     axes = frozenset[str]().union(*(shard_axes(x, axis_name) for x in flags))
     # On CPU, a maximum is a third faster than `jnp.any`, which XLA does not parallelize.
     largest = [jnp.max(x.astype(jnp.uint8), initial=0) for x in flags]
-    return max_over(joined(largest or [jnp.uint8(0)], is_sum=False).astype(jnp.int32), axes) > 0
+    return max_over(tree_reduce(jnp.max, largest or [jnp.uint8(0)]).astype(jnp.int32), axes) > 0

@@ -130,7 +130,8 @@ def skip_spikes(
         return rejections, SpikeState(thresholds, states)
 
     causes = "nonfinite", *(f"large_{key}" for key in rules)
-    guard = Guard("skip_spikes", causes, check, init, lambda state, observed, skipped: observed)
+    functions = {"init": init, "advance": lambda state, observed, skipped: observed}
+    guard = Guard("skip_spikes", causes, check, **functions)
     options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
     return wrap(guard._replace(checks_window=False, axis_name=axis_name, **options), inner)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
+import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -10,24 +13,38 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_number, shortened
-from .._errors import public, value_error
+from .._checks import check_count, check_number, is_traced, listed, shortened
+from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
 from ..norms._mask import Mask
 from ._detect import Detector, Incident, from_lines
 from ._log import LogSource, append_lines, read_lines
 from ._policy import DECISION, Policy, Report, agreed
-from ._rows import WORDS, Line, Names, Outcome, Row, Rows, names_of, read_stack, to_lines, to_rows
+from ._rows import (
+    WORDS,
+    Line,
+    Names,
+    Outcome,
+    Row,
+    Rows,
+    names_of,
+    read_stack,
+    to_lines,
+    to_rows,
+    units_in,
+)
 from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
-"""The log contains the norms of units at every step that this number divides."""
+"""The log contains the norms of units for the first of so many steps, and the first window."""
 
 _AROUND = 8
 """Number of steps before and after an incident for which the log contains the norms of units."""
+
+_INSIDE = "for a suggested max_norm, watch windows: accumulate_gradients(watch(optimizer), every)"
 
 _KEPT = 1024
 """Number of rows that are kept for the policy, and to start the detection again after a rewind."""
@@ -40,9 +57,10 @@ class Monitor:
     | --- | --- |
     | more than `history` steps since the last call | reads the last rows, and counts the others |
     | the state was restored from a checkpoint | continues from its step; marks replaced lines |
-    | the file `log` exists | the monitor continues the run in this file |
+    | the file `log` exists | raises, or with `resume=True` continues the run in this file |
+    | the log cannot be written | raises; the next call reads and writes the same rows |
     | the state of other parameters | raises |
-    | several processes | all processes read; process 0 writes the log |
+    | several processes | all must build the monitor and call `read`; process 0 writes the log |
     | a state that was vmapped over seeds | raises; use one monitor for each seed |
 
     Args:
@@ -50,6 +68,8 @@ class Monitor:
         log: Path of a file of JSON lines, or a function that is called with a dictionary for each
             row and each incident, such as `wandb.log`. Each row contains the scalars of the whole
             tree; every 50 steps and around incidents it also contains the norms of units.
+        resume: Whether to continue the run in the file `log`, if it exists: its incidents and
+            decisions, and the batches to leave out. Pass True in jobs that are restarted.
         granularity: As in `watch`.
         trainable: As in `watch`.
         taps: As in `watch`.
@@ -60,6 +80,11 @@ class Monitor:
         incidents: All incidents so far.
         rows: The rows of the last read and 1,024 before, or all rows of a log for `read_log`.
         report: The last report. After a restart, it has the last decision in the log.
+
+    Raises:
+        ValueError: If the file `log` exists and `resume` is False, if it belongs to other
+            parameters, or if its folder does not exist.
+        TypeError: If an argument has another type.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -82,16 +107,21 @@ class Monitor:
         params: Tree,
         *,
         log: Log = None,
+        resume: bool = False,
         granularity: Literal["global", "leaf"] | Granularity = "leaf",
         trainable: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
     ):
+        if which is not None:
+            check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
         self._log, self._which = None if jax.process_index() else log, which
-        lines = [] if log is None or callable(log) or not os.path.exists(log) else read_lines(log)
-        rows, names = to_rows(lines, names_of(params, granularity, trainable, taps))
-        self._policy = Policy(x for x in lines if "rewind_to" in x or "action" in x)
-        self.incidents = from_lines(lines)
+        names = names_of(params, granularity, trainable, taps)
+        lines = _read_own_log(log, names, resume)
+        rows, names, _ = to_rows(lines, names)
+        self._remark = ""  # of `read_log`, about the lines that are not rows
+        self._policy = Policy(x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
+        self.incidents = _incidents_in(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         report = self._policy.update(self.rows, self._recent, rows.end)
         # The monitor of `read_log` has no parameters; one process alone may read a log.
@@ -114,9 +144,25 @@ class Monitor:
         Raises:
             TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
             ValueError: If the state belongs to other parameters or to several runs.
+            OSError: If the log cannot be written. The monitor is unchanged, so that the call can be
+                repeated.
         """
-        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
+        try:
+            row = state if isinstance(state, Row) else find_watch(state, self._which).rows
+        except IndexError:
+            hint = "Pass 0 for the outermost `watch`."
+            raise value_error("which", "the index of a `watch`", self._which, hint) from None
         rows, names = read_stack(row, self.names)
+        before = {**vars(self), "incidents": [*self.incidents]}
+        before |= copy.deepcopy({x: before[x] for x in ("_detector", "_policy")})
+        try:
+            return self._read(rows, names, _checked_steps(saved))
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    def _read(self, rows: Rows, names: Names, saved: list[int] | None) -> Report:
+        """Add rows, decide what to do, and write the log."""
         if names != self.names:  # the names of clips are in the state
             self.names, self.rows = names, rows.take(slice(0))
         lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
@@ -130,12 +176,15 @@ class Monitor:
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
         report = agreed(self._policy.update(self.rows, self._recent, next_step, saved))
+        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
+        sampled = closed[np.unique(closed // _UNITS_EVERY, return_index=True)[1]].tolist()
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
-        with_units = (rows.step % _UNITS_EVERY == 0) | np.isin(rows.step, near)
+        with_units = np.isin(rows.step, sampled + near)
+        if self._policy.last is not last:
+            # First, because a process that is killed here can go on without the rows.
+            lines.append(dict(zip(DECISION, report, strict=False)))
         lines += to_lines(rows, self.names, with_units)
         lines += [x._asdict() for x in incidents]
-        if self._policy.last is not last:
-            lines.append(dict(zip(DECISION, report, strict=False)))
         if callable(self._log):
             for line in lines:
                 self._log(dict(line))
@@ -146,7 +195,11 @@ class Monitor:
         return self.report
 
     def summary(self) -> str:
-        """Describe `rows` and all incidents in at most ten lines."""
+        """Describe `rows` and all incidents in at most ten lines.
+
+        Norms of micro-batches, which `watch` around an accumulation measures, do not suggest a
+        `max_norm` for a clip inside the accumulation.
+        """
         rows = self.rows
         if not len(rows.step):
             return "no steps"
@@ -163,13 +216,22 @@ class Monitor:
             norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0, 0]
             median, high = np.percentile(usual, [50, 99])
             threshold = float(f"{3 * high:.2g}")
-            lines += [
-                f"gradient norm: median {median:.3g}, largest {usual.max():.3g}, "
-                f"non-finite in {np.sum(~np.isfinite(norms))} steps",
-                f"suggested max_norm: {median:.2g}, the median",
-                f"suggested guard: skip_spikes(optimizer, norm={threshold:g}), which would have "
-                f"skipped {np.sum(~(norms <= threshold))} of {len(norms)} steps",
-            ]
+            of_what = " of micro-batches" if has_micro_batches(rows) else ""
+            lines.append(
+                f"gradient norm{of_what}: median {median:.3g}, largest {usual.max():.3g}, "
+                f"non-finite in {np.sum(~np.isfinite(norms))} steps"
+            )
+            if has_micro_batches(rows):
+                lines.append(_INSIDE)
+            else:
+                num_skipped = np.sum(~(norms <= threshold))
+                lines += [
+                    f"suggested max_norm: {median:.2g}, the median",
+                    f"suggested guard: skip_spikes(optimizer, norm={threshold:g}), which would "
+                    f"have skipped {num_skipped} of {len(norms)} steps",
+                ]
+        if self._remark:
+            lines.append(f"log: {self._remark}")
         return "\n".join(lines)
 
     def _start(self, rows: Rows, names: Names) -> None:
@@ -253,12 +315,17 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         99 ('loss',)
     """
     lines = read_lines(log, prefix=prefix)
+    rows, names, remark = to_rows(lines)
+    if not len(rows.step):
+        hint = "docs/recipes/logging.md lists the names of columns that are read."
+        keys = dict.fromkeys(key for line in lines for key in line)
+        got = f"a log with the columns {listed(map(repr, keys))}" if keys else "an empty log"
+        got += f" ({remark})" if remark else ""
+        raise value_error("log", "a log with a loss or a gradient norm", got, hint)
     monitor = Monitor(())
-    monitor._start(*to_rows(lines))
-    if not len(monitor.rows.step):
-        hint = "Log `loss` or `gradient_norm`, or write the log with `gcx.Monitor`."
-        raise value_error("log", "a log with a loss or a gradient norm", shortened(log), hint)
-    monitor.incidents = from_lines(lines) or monitor._recent
+    monitor._start(rows, names)
+    monitor._remark = remark
+    monitor.incidents = _incidents_in(lines) or monitor._recent
     return monitor
 
 
@@ -279,8 +346,9 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         The percentile of the norms, a positive number.
 
     Raises:
-        ValueError: If all norms are ignored, or if `percentile` is outside [1, 100].
-        TypeError: If called inside jit.
+        ValueError: If all norms are ignored, if they are norms of micro-batches, measured by a
+            `watch` around an accumulation, or if `percentile` is outside [1, 100].
+        TypeError: If called inside jit, or if `norms` is neither rows nor an array.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -288,12 +356,72 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         3.0
     """
     check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
-    values = _usual_norms(norms)[:, 0] if isinstance(norms, Rows) else np.asarray(norms, float)
+    values = _usual_norms(norms)[:, 0] if isinstance(norms, Rows) else _as_array(norms)
+    if isinstance(norms, Rows) and has_micro_batches(norms):
+        rule, got = "the norms that the clip receives", "norms of micro-batches"
+        hint = "Watch windows: `accumulate_gradients(watch(optimizer), every)`."
+        raise value_error("norms", rule, got, hint)
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         hint = "Record steps with finite gradients first."
         raise value_error("norms", "norms that are not all 0 or non-finite", shortened(norms), hint)
     return float(np.percentile(positive, percentile))
+
+
+def has_micro_batches(rows: Rows) -> bool:
+    """Return whether gradients of micro-batches were measured, around an accumulation."""
+    is_accumulated = rows.has(Outcome.ACCUMULATED) & rows.has(Outcome.HAS_GRADIENT)
+    return bool(np.any(is_accumulated & np.isfinite(rows.norms[:, 0, 0])))
+
+
+def _as_array(norms: Any) -> HostArray:
+    """Convert norms to a NumPy array."""
+    hint = "Pass `monitor.rows`, or `read_log(path).rows` for a file."
+    if any(map(is_traced, jax.tree.leaves(norms))):
+        raise type_error("norms", "passed outside `jit`", "a traced array", hint)
+    if not isinstance(norms, (str, Report, Monitor)):
+        with contextlib.suppress(TypeError, ValueError):
+            return np.asarray(jax.device_get(norms), float)
+    raise type_error("norms", "rows or an array of norms", type(norms).__name__, hint)
+
+
+def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
+    """Raise unless `saved` contains indices of checkpoints, or is None."""
+    hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
+    if saved is None:
+        return None
+    if isinstance(saved, str) or not isinstance(saved, Iterable):
+        raise type_error("saved", "a list of integers", shortened(saved), hint)
+    steps = list(saved)
+    for step in steps:
+        check_count("saved", step, hint, low=0)
+    return [int(step) for step in steps]
+
+
+def _incidents_in(lines: Iterable[Line]) -> list[Incident]:
+    """Return the incidents in a log, in which other lines may have a key such as `sentence`."""
+    return from_lines(line for line in lines if line.keys() >= {*Incident._fields})
+
+
+def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
+    """Return the lines of the log that a monitor continues."""
+    if log is None or callable(log):
+        return []
+    if not isinstance(log, (str, os.PathLike)):
+        hint = "Pass a path such as 'run.jsonl'."
+        raise type_error("log", "a path or a function", type(log).__name__, hint)
+    path, place = pathlib.Path(log), repr(os.fspath(log))
+    if jax.process_index() == 0 and not path.parent.is_dir():
+        raise value_error("log", "a file in a folder that exists", place, "Create the folder.")
+    lines = read_lines(path, prefix="") if path.exists() else []
+    if lines and not resume:
+        hint = "Pass `resume=True` to continue the run of this file, or another name."
+        raise value_error("log", "a new file", f"{place}, which exists", hint)
+    if other := sorted(units_in(lines) ^ {*names.units}) if units_in(lines) else []:
+        rule = "the log of a run with the same parameters, `granularity` and `trainable`"
+        got = f"{place}, which differs in {listed(other)}"
+        raise value_error("log", rule, got, "Pass another name.")
+    return lines
 
 
 def _usual_norms(rows: Rows) -> HostArray:

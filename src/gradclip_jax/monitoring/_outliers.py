@@ -1,61 +1,53 @@
-"""Outliers and drifts among the norms and losses of consecutive rows.
+"""Outliers and lasting rises among the norms and losses of consecutive rows.
 
-Each value is compared with the values of previous rows. `x` is the logarithm of a norm, of the RMS
-of a tap, or of a loss; losses that are not positive are compared themselves. Over the last `WINDOW`
-rows,
+`x` is the logarithm of a norm, of the RMS of a tap, or of a loss. Losses that are not positive are
+compared themselves.
 
-    level  = median of x
+**Outliers.** Each value is compared with those of previous rows:
+
+    level  = median of x in the last WINDOW rows
     excess = x - level - the change that others explain
-    usual  = median of excess
-    spread = 1.4826 * median of |excess - usual|
-    bound  = max(width * spread, tail - usual)
+    usual  = median of the excess in the last WINDOW rows
+    spread = 1.4826 * median of |excess - usual| in the last WINDOW rows
+    tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
+    bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
-and x is an outlier if `excess - usual > bound` and `x - level > log(floor)`. The gradient norm of a
-unit is explained by the median change of all units, and that of the tree by the square root of the
-loss, as for a squared error. `tail` is an excess that the last `HISTORY` rows without outliers do
-not reach: their quantiles of 90 % and 99 %, extrapolated further the more rows there are.
+and x is an outlier if `excess > bound`. A rise of the gradient norm of a unit is explained by the
+median rise of all units, and that of the tree by the square root of the loss, as for a squared
+error. The tail is exponential: with the quantiles q of the excesses of `n` rows that
+are not outliers,
 
-Statistics are computed at fixed rows, at every row at first and then at every 16th row, so that
-incidents do not depend on how rows are split into reads. A few early outliers do not change them.
-The constants were chosen on 18 public training logs, and on the first seven models of
-`benchmarks/faults/detect.py` with the seeds 2 to 4.
+    tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
+
+**Lasting rises.** A value has risen if the lowest of its last BLOCK values is above `ratio` times
+the highest of its best BLOCK values. The new level then replaces the best one, so that a rise is
+reported once, and again if it goes on.
+
+Statistics are computed at fixed rows, so that incidents do not depend on how rows are split into
+reads. docs/watching.md lists what goes wrong without each constant.
 """
 
 import numpy as np
 
 from .._types import HostArray
 
-PERIOD, AFTER, RECENT, WINDOW, HISTORY = 16, 32, 64, 128, 2048
-"""Numbers of rows.
+PERIOD, WINDOW, HISTORY = 16, 128, 2048
+"""Numbers of rows: without bounds, and between two computations of the statistics; of a median; of
+a tail. The 2 * PERIOD rows after an outlier are not used for the tail: a loss decays slowly."""
 
-PERIOD: Rows without bounds and, after the first RECENT rows, between two computations of them.
-AFTER: Rows after an outlier that are not used for the tail, because a loss decays slowly.
-RECENT: The last rows, which a drift compares with all earlier ones.
-WINDOW: Rows of a median.
-HISTORY: Rows of a tail.
-"""
+WIDTH = {"tree": 3.0, "other": 6.0}
+"""Smallest bound in standard deviations."""
 
-RULES = {
-    # kind: bound in standard deviations, smallest ratio to the level, expected rows above a tail
-    "lone": (3.0, 5.0, 0.5),  # the gradient norm of a tree without units
-    "tree": (3.0, 5.0, 0.03),
-    "part": (3.0, 3.0, 0.03),  # a unit, a tap, the update, or the parameters
-    "loss": (6.0, 1.5, 0.03),
-}
-"""The last number is that among the rows from which a tail was computed. It is small where many
-columns add up their false alarms. A drift must reach the same ratio as an outlier."""
+TAIL = {"tree": 3.0, "other": 0.03}
+"""Expected number of rows above a tail, among the rows from which it was computed: of the gradient
+norm of a tree without units, and of other values, which are many or decide about rewinds."""
 
-LIMIT, LIMIT_WIDTH = np.log(15.0), 4.0
-"""The largest tail of the gradient norm of the tree: a factor of 15, or 4 standard deviations if
-these are more. Otherwise a norm that often rises is never an outlier."""
+RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.5}
+"""Smallest ratio of an outlier to the level: the gradient norm of the tree, other norms, losses. In
+the first WINDOW rows, a loss above RATIO["part"] times the highest previous one is an outlier."""
 
-EARLY_RISE = np.log(3.0)
-"""In the first WINDOW rows, a loss that is 3 times the largest previous one is an outlier."""
-
-STARTS = (1, 3, EARLY_RISE), (16, 32, 0.0)
-"""A run does not start to learn if 3 consecutive losses are above 3 times the first one, or if 32
-are above all of the first 16, which noise with a correlation of 0.8 from row to row does in 1 of
-500 runs. Both are only looked for in the first RECENT rows."""
+BLOCK, RISE = 12, 1.35
+"""Rows of a lasting rise, and the smallest ratio of a lasting rise of the loss."""
 
 UPDATE, PARAMETER, LOG_LOSS, LOSS = -4, -3, -2, -1
 """The last columns."""
@@ -73,8 +65,8 @@ def median(values: HostArray) -> HostArray:
     return quantiles(values, 0.5)[0]
 
 
-class Levels:
-    """Outliers and drifts of each column relative to the previous rows; see the module.
+class Outliers:
+    """Outliers of each column relative to the previous rows; see the module.
 
     The columns are the logarithms of the gradient norm of the tree and of each unit, of the RMS of
     taps, of the update norm, the parameter norm and the loss, and the loss itself.
@@ -82,99 +74,104 @@ class Levels:
 
     def __init__(self, num_units: int, num_taps: int):
         self.units, self.count = slice(1, 1 + num_units), 0
-        parts = ["part"] * (num_units + num_taps + 2)
-        kinds = ["tree" if num_units else "lone", *parts, "loss", "loss"]
-        self.width, floor, self.above = np.array([RULES[kind] for kind in kinds]).T
-        self.floor = np.log(floor)
-        self.values, self.excesses, self.usual_excesses = np.full((3, 1, len(kinds)), np.nan)
-        self.last_outlier = np.full(len(kinds), -HISTORY)
-        self.last_drift = np.full(self.units.stop, -HISTORY)
+        num_norms = num_units + num_taps + 2
+        ratios = [RATIO["tree"], *[RATIO["part"]] * num_norms, RATIO["loss"], 1.0]
+        self.log_ratio = np.log(ratios)
+        self.width, self.tail = np.full((2, len(ratios)), [[WIDTH["other"]], [TAIL["other"]]])
+        self.width[0] = WIDTH["tree"]
+        self.tail[0] = TAIL["other" if num_units else "tree"]
+        self.values, self.excesses, self.quiet_excesses = np.full((3, 1, len(ratios)), np.nan)
+        self.last_outlier = np.full(len(ratios), -HISTORY)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
         """Compare the next rows, and remember them.
 
         Returns:
-            The logarithm of the ratio of each outlier to what is usual, and that of each drift; 0
-            for other values. The smallest values that would be outliers.
+            The logarithm of the ratio of each outlier to its level; 0 for other values. The
+            smallest values that would be outliers. The level of the loss.
         """
         rises, thresholds = np.zeros_like(values), np.zeros_like(values)
-        drifts, start = np.zeros_like(values[:, : self.units.stop]), 0
+        levels, start = np.zeros(len(values)), 0
         while start < len(values):
-            period = 1 if self.count < RECENT else PERIOD
+            period = 1 if self.count < WINDOW else PERIOD
             if self.count % period == 0:
                 self._refresh()
-            if self.count % PERIOD == 0 and self.count >= WINDOW:
-                drifts[start] = self._drifts()
             part = slice(start, start + period - self.count % period)
-            rises[part], thresholds[part] = self._rises(values[part]), self.threshold
+            thresholds[part], levels[part] = self.threshold, self.level[LOSS]
+            rises[part] = self._rises(values[part])
             start = part.stop
-        return rises, drifts, thresholds
+        return rises, thresholds, levels
 
     def _rises(self, values: HostArray) -> HostArray:
-        """Compare rows that share the same statistics."""
+        """Return the outliers among rows that share the same statistics, and remember the rows."""
         change = values - self.level
         excess = change.copy()
         excess[:, 0] -= np.fmax(change[:, LOG_LOSS] / 2, 0)  # explained by the loss
         if self.units.stop > 1:
-            excess[:, self.units] -= median(change[:, self.units].T)[:, None]
-        rise = excess - self.usual
-        is_outlier = (rise > self.bound) & (change > self.floor)
-        if self.count < RECENT:
-            loss = np.append(self.values[:, LOG_LOSS], values[0, LOG_LOSS])
-            for first, last, least in STARTS:
-                before, *losses = loss[-last - 1 :]  # `loss` begins with a NaN
-                if before <= np.max(loss[1 : 1 + first]) + least < np.min(losses):
-                    is_outlier[0, LOG_LOSS], rise[0, LOG_LOSS] = True, np.inf
+            excess[:, self.units] -= np.fmax(median(change[:, self.units].T), 0)[:, None]
+        is_outlier = excess > self.bound
         index = self.count + np.arange(len(values))[:, None]
-        last = np.maximum.accumulate(np.where(is_outlier, index, self.last_outlier), 0)
+        is_usual = ~is_outlier | (index < PERIOD)
+        last = np.maximum.accumulate(np.where(is_usual, self.last_outlier, index), 0)
         self.last_outlier, self.count = last[-1], self.count + len(values)
         self.values = _last(HISTORY, self.values, values)
         self.excesses = _last(WINDOW, self.excesses, excess)
-        usual = np.where(index - last < AFTER, np.nan, excess)
-        self.usual_excesses = _last(HISTORY, self.usual_excesses, usual)
-        return np.where(is_outlier, rise, 0)
+        quiet = np.where(index - last < 2 * PERIOD, np.nan, excess)
+        self.quiet_excesses = _last(HISTORY, self.quiet_excesses, quiet)
+        return np.where(is_outlier, excess, 0)
 
     def _refresh(self) -> None:
-        self.level, self.usual = median(self.values[-WINDOW:]), median(self.excesses)
+        """Compute the level, the bound and the threshold of each column."""
+        self.level = median(self.values[-WINDOW:])
         # A learning-rate schedule that restarts returns to updates that were usual before.
-        peak = quantiles(self.values[:, UPDATE], 0.99)[0]
-        self.level[UPDATE] = np.fmax(self.level[UPDATE], peak)
-        spread = 1.4826 * median(abs(self.excesses - self.usual))
-        low, high, highest = quantiles(self.usual_excesses, 0.9, 0.99, 0.999)
-        rows = np.sum(~np.isnan(self.usual_excesses), axis=0)
-        decades, slope = np.log10(rows.clip(1) / self.above / 100), high - low
-        # Norms can have a heavy tail. The quantile of 99.9 % is known after 1,000 rows.
-        slope[:LOG_LOSS] = np.fmax(slope, (rows >= 1000) * (highest - high))[:LOG_LOSS]
-        tail = high + np.maximum(decades, 0) * slope - self.usual
-        tail[0] = min(tail[0], max(LIMIT, LIMIT_WIDTH * spread[0]))
-        bound = np.fmax(self.width * spread, tail)
-        # Gradient norms change early in training.
-        self.early = 2.0 if self.count < 2 * WINDOW else 1.0
-        bound[self.units] = self.early * np.fmax(bound, self.floor)[self.units]
-        if self.count < WINDOW:
-            # While a loss decreases quickly, its spread is large.
-            top = np.fmax.reduce(self.excesses[:, LOG_LOSS]) - self.usual[LOG_LOSS]
-            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], np.fmax(top, 0) + EARLY_RISE)
-        count = np.sum(~np.isnan(self.excesses), axis=0)
-        bound[count < PERIOD - 1] = np.inf  # the first value has no excess
+        self.level[UPDATE] = np.fmax(self.level, quantiles(self.values, 0.99)[0])[UPDATE]
+        usual = median(self.excesses)
+        spread = 1.4826 * median(abs(self.excesses - usual))
+        bound = np.fmax(np.fmax(usual + self.width * spread, self._tail()), self.log_ratio)
+        count = np.sum(~np.isnan(self.values[-WINDOW:]), axis=0)
+        bound[count < PERIOD] = np.inf
+        if self.count < WINDOW:  # while a loss decreases quickly, its spread is large
+            highest = np.fmax.reduce(self.values[:, LOG_LOSS]) + np.log(RATIO["part"])
+            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], highest - self.level[LOG_LOSS])
         # Compare the loss, or its logarithm.
         bound[LOSS if count[LOG_LOSS] == count[LOSS] else LOG_LOSS] = np.inf
-        self.bound, self.floor[LOSS] = bound, 0.1 * abs(self.level[LOSS])
-        threshold = self.level + np.fmax(self.usual + bound, self.floor)
+        threshold = self.level + bound
         threshold[:LOSS] = np.exp(threshold[:LOSS])
-        self.threshold = np.fmin(threshold, np.inf)  # inf instead of NaN
+        self.bound, self.threshold = bound, np.fmin(threshold, np.inf)  # inf instead of NaN
 
-    def _drifts(self) -> HostArray:
-        """Return by how much the gradient norms have slowly risen; 0 without a drift."""
-        norms = self.values[:, : self.units.stop]
-        rise = median(norms[-RECENT:]) - median(norms[:-RECENT])
-        if len(rise) > 2:
-            rise -= np.fmax(median(rise[self.units]), 0)
-            rise[0] = np.nan
-        is_drift = rise > self.early * self.floor[: self.units.stop]
-        is_drift &= self.count - self.last_drift >= HISTORY
-        self.last_drift[is_drift] = self.count
-        return np.where(is_drift, rise, 0)
+    def _tail(self) -> HostArray:
+        """Extrapolate the quantiles of the excesses to an excess that no usual row reaches."""
+        low, high = quantiles(self.quiet_excesses, 0.9, 0.99)
+        rows = np.sum(~np.isnan(self.quiet_excesses), axis=0)
+        return high + np.maximum(np.log10(rows.clip(1) / self.tail / 100), 0) * (high - low)
+
+
+class Rises:
+    """Lasting rises of each column above its best level; see the module.
+
+    Args:
+        log_ratios: Logarithm of the smallest ratio that is a rise, for each column.
+    """
+
+    def __init__(self, log_ratios: HostArray):
+        self.log_ratios, self.best = log_ratios, np.full(len(log_ratios), np.inf)
+        self.values = np.full((2 * BLOCK, len(log_ratios)), np.nan)
+
+    def compare(self, row: HostArray) -> tuple[HostArray, HostArray, HostArray]:
+        """Compare the next row of logarithms; NaN is unknown.
+
+        Returns:
+            Which columns have risen. The lowest of their last values, and the highest of their best
+            values.
+        """
+        is_known = ~np.isnan(row)
+        self.values[:-1, is_known] = self.values[1:, is_known]
+        self.values[-1, is_known] = row[is_known]
+        best = self.best = np.fmin(self.best, self.values[:BLOCK].max(axis=0))
+        last = self.values[BLOCK:]
+        has_risen = last.min(axis=0) > best + self.log_ratios
+        self.best = np.where(has_risen, last.max(axis=0), best)
+        return has_risen, last.min(axis=0), best
 
 
 def _last(count: int, old: HostArray, new: HostArray) -> HostArray:

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._errors import public
+from .._errors import public, type_error, value_error
 from .._types import HostArray
+from ._detect import Incident
 from ._log import LogSource
-from ._monitor import Monitor, read_log
-from ._rows import MEASURED, Outcome
+from ._monitor import Monitor, has_micro_batches, read_log
+from ._policy import Report
+from ._rows import MEASURED, Outcome, Rows
 
-_MAX_UNITS, _MAX_CAPTIONS = 40, 12
+_MAX_UNITS = 40
+_MAX_CAPTIONS = 12
+_MAX_POINTS = 4000
+"""Maximum number of intervals for which a line shows the lowest and the highest value."""
+
+_RED, _MISSING = "tab:red", "0.92"
+
+
+class _Panel(NamedTuple):
+    """One plot: a line of [steps] numbers, or a heat map of [steps, units] numbers."""
+
+    title: str
+    steps: HostArray
+    values: HostArray
 
 
 @public
 def plot_log(log: LogSource | Monitor) -> Any:
     """Plot the loss of a training run, and heat maps with one row per leaf or layer.
 
-    The heat maps show the norms of gradient, update and parameters of at most 40 leaves or layers,
-    those with incidents first. The color scale is logarithmic, from the 1st to the 99th percentile.
-    Non-finite values are red. A log without norms of units is plotted as lines.
+    | in the plot | meaning |
+    | --- | --- |
+    | heat maps | norms of at most 40 leaves or layers, those with incidents first |
+    | colors | logarithmic, from the 1st to the 99th percentile, until the next measurement |
+    | red | a non-finite value |
+    | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
+    | lines instead of heat maps | the log has no norms of leaves or layers |
+    | vertical lines | an incident, or the first one of a streak, which is shaded |
 
-    Incidents are marked by vertical lines. The last 12 streaks are described below the plot.
-
-    The figure is 900 pixels wide. It requires matplotlib: `pip install "gradclip_jax[plots]"`.
+    The first 6 and the last 6 streaks are described below the plot. The figure is 900 pixels wide.
+    It requires matplotlib: `pip install "gradclip_jax[plots]"`.
 
     Args:
         log: Path of a log of any trainer, its lines as dictionaries, or a monitor, whose `rows` are
@@ -37,6 +57,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
 
     Raises:
         ValueError: If `log` has neither a loss nor a norm.
+        TypeError: If `log` is neither a path nor lines nor a monitor.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -46,44 +67,108 @@ def plot_log(log: LogSource | Monitor) -> Any:
     """
     from matplotlib.figure import Figure
 
+    if isinstance(log, (Report, Rows)):
+        rule, hint = "a path, lines or a monitor", "Pass the monitor: `plot_log(monitor)`."
+        raise type_error("log", rule, type(log).__name__, hint)
     monitor = log if isinstance(log, Monitor) else read_log(log)
     rows, names = monitor.rows, np.array(monitor.names.units)
     incidents = [x for x in monitor.incidents if x.step in rows.step]
     # A stable sort: the other units stay in the order of the model.
     shown = np.argsort(~np.isin(names, [x.leaf for x in incidents]), kind="stable")[:_MAX_UNITS]
-    panels = [("loss", Outcome.HAS_LOSS, rows.loss)]
-    for i, (name, flag) in enumerate(MEASURED.items()):
-        panels.append((f"{name} norm", flag, rows.norms[:, i, 1 + shown if shown.size else 0]))
-    panels = [x for x in panels if rows.has(x[1]).any()]
-    heights = [max(1.2, 0.14 * np.size(values[0])) for _, _, values in panels]
-    captions = [textwrap.fill(str(x), 140) for x in incidents if x.streak == 1][-_MAX_CAPTIONS:]
+    panels = list(_panels(rows, shown))
+    if not panels:
+        hint = "Log `loss` or `gradient_norm`."
+        raise value_error("log", "a log with numbers", "rows without a loss and norms", hint)
+    heights = [max(1.2, 0.14 * np.size(panel.values[0])) for panel in panels]
+    captions = _captions(incidents)
     size = 9, sum(heights) + 0.5 * len(heights) + 0.3 * len(captions) + 0.5
     figure = Figure(size, dpi=100, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (title, flag, values) in zip(axes, panels, strict=True):
-        axis.set_title(title, loc="left", fontsize=9)
-        is_known = rows.has(flag) & (rows.has(Outcome.HAS_UNITS) | (values.ndim == 1))
-        _draw(axis, rows.step[is_known], values[is_known], names[shown])
-        for incident in incidents:
-            axis.axvline(incident.step, color="tab:red", linewidth=0.8, alpha=0.7)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.set_title(panel.title, loc="left", fontsize=9)
+        if panel.values.ndim == 1:
+            _draw_line(axis, panel)
+        else:
+            _draw_heat_map(axis, panel, rows, names[shown])
+        _mark_incidents(axis, incidents, with_streaks=panel.values.ndim == 1)
+    axes[-1].set_xlim(rows.step[0], rows.end)
     axes[-1].set_xlabel("step", fontsize=8)
-    figure.supxlabel("\n".join(captions), x=0.01, ha="left", fontsize=8)
+    # Names of leaves may contain a dollar sign.
+    figure.supxlabel("\n".join(captions), x=0.01, ha="left", fontsize=8, parse_math=False)
     return figure
 
 
-def _draw(axis: Any, steps: HostArray, values: HostArray, labels: HostArray) -> None:
-    """Draw a line, or a heat map with a row for each label."""
-    if values.ndim == 1:
-        axis.plot(steps, values, linewidth=1)
+def _panels(rows: Rows, shown: HostArray) -> Iterator[_Panel]:
+    """Yield the loss and the norms of each kind, for the rows in which they were measured."""
+    has_loss = rows.has(Outcome.HAS_LOSS)
+    if has_loss.any():
+        yield _Panel("loss", rows.step[has_loss], rows.loss[has_loss])
+    for i, (name, flag) in enumerate(MEASURED.items()):
+        is_known, title = rows.has(flag), f"{name} norm"
+        if name == "gradient" and has_micro_batches(rows):
+            title += " of micro-batches"
+        if name == "update":
+            is_known &= ~rows.has(Outcome.ACCUMULATED)
+        if shown.size:
+            is_known &= rows.has(Outcome.HAS_UNITS)
+        if is_known.any():
+            columns = 1 + shown if shown.size else 0
+            yield _Panel(title, rows.step[is_known], rows.norms[is_known, i][:, columns])
+
+
+def _draw_line(axis: Any, panel: _Panel) -> None:
+    """Draw finite values as a line, and mark the steps of other values at the lower edge."""
+    is_finite = np.isfinite(panel.values)
+    steps, values = panel.steps[is_finite], panel.values[is_finite]
+    if len(steps) > 2 * _MAX_POINTS:
+        starts = np.linspace(0, len(steps), _MAX_POINTS, endpoint=False).astype(int)
+        low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+        steps, values = np.repeat(steps[starts], 2), np.stack([low, high], 1).ravel()
+    axis.plot(steps, values, linewidth=1, marker="." if len(steps) < 50 else None)
+    if values.size:
         axis.set_yscale("linear" if np.any(values <= 0) else "log")
-        return
-    values = np.where(np.isfinite(values), values, np.nan).T
-    positive = values[values > 0]
+    bad = panel.steps[~is_finite]
+    options = {"transform": axis.get_xaxis_transform(), "color": _RED, "linestyle": ""}
+    axis.plot(bad, np.full(len(bad), 0.03), marker="|", markersize=8, **options)
+
+
+def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> None:
+    """Draw a row for each label: finite values as colors, and red bars for the steps of others."""
+    is_finite = np.isfinite(panel.values)
+    positive = panel.values[is_finite & (panel.values > 0)]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)
-    edges = np.append(steps, steps[-1] + 1), np.arange(len(labels) + 1) - 0.5
+    values = np.where(is_finite, np.maximum(panel.values, low), np.nan).T
+    edges = np.append(panel.steps, rows.end), np.arange(len(labels) + 1) - 0.5
     options = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01), "rasterized": True}
-    mesh = axis.pcolormesh(*edges, np.maximum(values, low), **options)
-    axis.set_facecolor("tab:red")  # behind values that are not finite
+    mesh = axis.pcolormesh(*edges, values, **options)
+    # The next measurement may be many steps later, so a bar ends at the next row.
+    widths = np.append(np.diff(rows.step), 1)[np.isin(rows.step, panel.steps)]
+    for unit in np.flatnonzero(~is_finite.all(axis=0)):
+        bad = ~is_finite[:, unit]
+        spans = np.stack([panel.steps[bad], widths[bad]], 1)
+        # The outline is visible even if a step is narrower than a pixel.
+        axis.broken_barh(spans, (unit - 0.5, 1), color=_RED, linewidth=0.8, rasterized=True)
+    axis.set_facecolor(_MISSING)
     axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
-    axis.set_yticks(range(len(labels)), labels, fontsize=6)
+    axis.set_yticks(range(len(labels)), labels, fontsize=6, parse_math=False)
     axis.invert_yaxis()
+
+
+def _mark_incidents(axis: Any, incidents: Sequence[Incident], *, with_streaks: bool) -> None:
+    """Draw a line at the first step of each streak of incidents, and optionally shade streaks."""
+    starts = [i for i, x in enumerate(incidents) if x.streak == 1 or i == 0]
+    stops = [*starts, len(incidents)][1:]
+    for first, stop in zip(starts, stops, strict=False):
+        start, end = incidents[first].step, incidents[stop - 1].step
+        axis.axvline(start, color=_RED, linewidth=0.8, alpha=0.7)
+        if with_streaks and end > start:
+            axis.axvspan(start, end, color=_RED, alpha=0.12, linewidth=0)
+
+
+def _captions(incidents: Sequence[Incident]) -> list[str]:
+    """Return the sentences of the first and of the last streaks."""
+    found = [textwrap.fill(str(x), 140) for x in incidents if x.streak == 1]
+    if (num_omitted := len(found) - _MAX_CAPTIONS) > 0:
+        half = _MAX_CAPTIONS // 2
+        found[half:-half] = [f"... {num_omitted} more"]
+    return found

@@ -1,19 +1,23 @@
 """Recovery: when to save, rewind, lower the learning rate, or stop.
 
 The policy compares the last rows and incidents, without files. docs/recovery.md defines its terms
-and says what each action needs. With n rewinds so far, its transitions are:
+and says what each action needs. With n rewinds in the last 1,000 steps, its transitions are:
 
 | state | event | next state, action |
 | --- | --- | --- |
 | running | evidence for a rewind, n < 3 | pending, `rewind`; n + 1 |
-| running | the same, n = 3 | pending, `lower`; n + 1 |
-| running | the same, n = 4 | pending, `stop` |
+| running | the same at the steps of the last rewind, although its batches were left out | pending, |
+| | | `lower`; these batches are not left out any more; n + 1 |
+| running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
+| running | the same, the last action was `lower` | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
-| running | 1,000 steps after the last evidence for a rewind | n = 0 |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
 | pending | rows that go on | the same action again |
 | any | rows that start at an earlier step | running; later checkpoints count only after |
 | | | `saved` has once not listed them |
+
+A stretch of bad rows that had not ended at the first rewind may go on after it, with the batches
+that follow. It then leads to a second rewind before `lower`.
 """
 
 import json
@@ -25,6 +29,7 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
+from ._outliers import BLOCK
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -37,19 +42,16 @@ STUCK = 32
 """Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
 the number of consecutive skipped steps that lead to one."""
 
-FIRST_STEPS, FIRST_RATIO = 64, 10.0
-"""In the first steps of a run, a loss above `FIRST_RATIO` times the first one is an outlier."""
-
-ACTIONS, FORGET = ("rewind", "rewind", "rewind", "lower", "stop"), 1000
-"""What evidence for a rewind leads to, each time, and the number of steps without any after which
-earlier rewinds no longer count."""
+MOST_REWINDS, FORGET = 3, 1000
+"""Number of rewinds after which the learning rate is lowered, and number of steps without evidence
+after which earlier rewinds no longer count."""
 
 LASTING = 128
 """Rows after an incident in which its threshold for the loss still counts, because the thresholds
 of incidents adapt to a long stretch."""
 
-_HARMFUL = {"loss", "nan", "infinity"}
-"""Kinds of incidents in bad rows. The loss tells whether an outlier of a norm did harm."""
+_GOES_ON = ", and they go on"
+"""The end of the reason of a rewind from a stretch that has not ended. The log keeps the reason."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -61,10 +63,13 @@ class Report(NamedTuple):
     Attributes:
         step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
         action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
-        reason: Reason of the action; empty for "continue" and "save".
+        reason: Reason of the action, or why evidence for a rewind did not lead to one; otherwise
+            empty.
         good_step: Index of the newest checkpoint that later rows confirmed, or None.
         batch_ids: Batches to leave out, of this rewind and of all earlier ones.
         num_rewinds: Number of rewinds in a row, including this one.
+        num_lowers: Number of times that the run was told to lower the learning rate. A run that is
+            restored should use a learning rate that was lowered so many times.
         incidents: Incidents in these rows, oldest first; each prints as a sentence.
         rows: The rows since the last call.
         lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
@@ -77,12 +82,13 @@ class Report(NamedTuple):
     good_step: int | None
     batch_ids: list[int]
     num_rewinds: int
+    num_lowers: int = 0
     incidents: Sequence[Incident] = ()
     rows: Rows = Rows.zeros(0, Names())
     lost_rows: int = 0
 
 
-DECISION = Report._fields[:6]
+DECISION = Report._fields[:7]
 """The fields of a report that are lines of a log and that all processes share."""
 
 
@@ -91,15 +97,23 @@ class Policy:
 
     Args:
         events: Lines of the log of a run that continues: its decisions, and its "rewind_to".
+        rewind_on_rise: Whether a loss that rises for good, or that has only grown since the start,
+            is evidence for a rewind.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
+        self.rewind_on_rise = rewind_on_rise
         self.last, self.is_pending = Report(0, "continue", "", None, [], 0), False
+        self.confirmed_ids = list[int]()  # left out by rewinds after which the run went on
         for event in events:
             self.is_pending = "action" in event
             if self.is_pending:
-                self.last = Report(*(event[name] for name in DECISION))
+                if not self.last.reason.endswith(_GOES_ON):
+                    self.confirmed_ids = self.last.batch_ids
+                fields = (event.get(name, 0) for name in DECISION)
+                self.last = Report(*fields)
         self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
+        self.has_saved = False
         self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
     @property
@@ -132,43 +146,81 @@ class Policy:
             A report without incidents and rows.
         """
         if saved is not None:
-            self.saved = set(map(int, saved))
+            self.saved, self.has_saved = set(map(int, saved)), True
             self.stale &= self.saved
         if self.good_until < 0:
             self.good_until = int(min(rows.step, default=-1))  # nothing before it was measured
-        is_bad = _is_bad(rows, incidents)
+        is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
         num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
         count = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
+        missing = ""
         # Of two reasons at the same step, one to rewind wins over one to stop.
-        evidence = sorted(_evidence(rows, is_bad, count), key=lambda x: (x[0], x[1] == "stop"))
-        for step, action, reason, batch_ids in evidence:
-            if step >= first_new and not self.is_pending:
-                self._confirm(rows.step, num_quiet[rows.step <= step])
-                if action == "stop" or self.good_step is not None:
-                    left_out = list(dict.fromkeys([*self.last.batch_ids, *batch_ids]))
-                    facts = action, reason, self.good_step, left_out, count + 1
-                    self.last, self.is_pending = Report(step + 1, *facts), True
+        evidence = sorted(
+            _evidence(rows, is_bad, count), key=lambda x: (x.step, x.action == "stop")
+        )
+        for found in evidence:
+            if found.step >= first_new and not self.is_pending:
+                self._confirm(rows.step, num_quiet[rows.step <= found.step])
+                if found.action == "stop" or self.good_step is not None:
+                    self.last, self.is_pending = self._decide(found, count), True
+                else:
+                    saved_none = "`saved=` was never passed to `Monitor.read`"
+                    why = "no checkpoint is good" if self.has_saved else saved_none
+                    missing = f"{found.reason}; no rewind, because {why}"
         self._confirm(rows.step, num_quiet)
         if self.is_pending:
             return self.last._replace(step=rows.end)
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
-        action = "save" if num_quiet[-1:].sum() >= QUIET and not has_candidate else "continue"
-        return Report(rows.end, action, "", self.good_step, self.last.batch_ids, count)
+        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate and not missing
+        action = "save" if can_save else "continue"
+        left_out, num_lowers = self.last.batch_ids, self.last.num_lowers
+        return Report(rows.end, action, missing, self.good_step, left_out, count, num_lowers)
+
+    def _decide(self, found: "Evidence", count: int) -> Report:
+        """Return the decision that evidence leads to after `count` rewinds."""
+        last, action, reason = self.last, found.action, found.reason
+        has_returned = count > 0 and last.action == "rewind" and found.first < last.step
+        may_go_on = last.reason.endswith(_GOES_ON) and count == 1
+        if action == "rewind" and count > 0 and last.action == "lower":
+            action, reason = "stop", f"{reason}; earlier rewinds did not help"
+        elif action == "rewind" and (count >= MOST_REWINDS or (has_returned and not may_go_on)):
+            action = "lower"
+        left_out = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
+        if action == "lower" and has_returned:
+            left_out = self.confirmed_ids
+            reason += "; it has returned without the batches that were left out"
+        elif not has_returned:
+            self.confirmed_ids = last.batch_ids
+        num_lowers = last.num_lowers + (action == "lower")
+        facts = action, reason, self.good_step, left_out, count + 1, num_lowers
+        return Report(found.step + 1, *facts)
 
     def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
         quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
         self.good_until = max([self.good_until, *steps[quiet - QUIET + 1].tolist()])
 
 
-def _evidence(
-    rows: Rows, is_bad: HostArray, num_rewinds: int
-) -> Iterator[tuple[int, str, str, list[int]]]:
-    """Yield all reasons to rewind or to stop.
+class Evidence(NamedTuple):
+    """A reason to rewind or to stop.
 
-    Yields:
-        The step at which it is known, the action, the reason, and the batches to leave out.
+    Attributes:
+        step: Step at which it is known.
+        action: "rewind" or "stop".
+        reason: Description.
+        batch_ids: Batches to leave out.
+        first: First step that is bad.
     """
+
+    step: int
+    action: str
+    reason: str
+    batch_ids: list[int]
+    first: int
+
+
+def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evidence]:
+    """Yield all reasons to rewind or to stop."""
     closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(closed) - closed  # without an accumulation, each row is a window
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
@@ -176,14 +228,11 @@ def _evidence(
     num_bad, num_skipped = _run_lengths(is_bad, closed), _run_lengths(is_skipped, closed)
     num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
     _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
-    is_fatal = ~parameter | (rows.has(Outcome.APPLIED) & ~update)
-    rewind = ACTIONS[min(num_rewinds, len(ACTIONS) - 1)]
-    tried, none = "; earlier rewinds did not help" if rewind == "stop" else "", 0 * window
-    is_lost = is_fatal & (rewind != "stop")  # the first of two reasons to stop would be used
+    is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * window
     for action, reason, is_known, num_left_out in (
-        (rewind, f"non-finite parameters{tried}", is_fatal, np.maximum(num_bad, 1)),
-        ("stop", "non-finite parameters and no checkpoint to restore", is_lost, none),
-        (rewind, f"{STUCK} consecutive skipped steps{tried}", num_skipped == STUCK, num_skipped),
+        ("rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)),
+        ("stop", "non-finite parameters and no checkpoint to restore", is_fatal, none),
+        ("rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped),
         ("stop", "guard_failed", has_failed, none),
         ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),
         ("rewind", "replicas differ", differs & (num_rewinds == 0), none),
@@ -192,7 +241,8 @@ def _evidence(
         for t in np.flatnonzero(is_known):
             left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
             batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
-            yield step, action, f"step {step}: {reason}", batch_ids
+            first = int(rows.step[max(t - num_left_out[t] + 1, 0)])
+            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, min(first, step))
     steps, bad = rows.step[closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:
@@ -201,21 +251,29 @@ def _evidence(
                 known = min(known, len(steps) - 1)
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
-                reason = f"steps {steps[first]} to {steps[last]}: {counts}{tried}"
+                reason = f"steps {steps[first]} to {steps[last]}: {counts}"
+                reason += _GOES_ON if known <= last + GAP else ""
                 left_out = has_id & (window >= first) & (window <= last)
-                yield int(steps[known]), rewind, reason, rows.batch_id[left_out].tolist()
+                batch_ids = rows.batch_id[left_out].tolist()
+                yield Evidence(int(steps[known]), "rewind", reason, batch_ids, int(steps[first]))
 
 
-def _is_bad(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return which steps were applied although the loss is an outlier or a gradient not finite."""
-    first = rows.loss[:1]
-    limit = np.where((rows.step < FIRST_STEPS) & (first > 0), FIRST_RATIO * first, np.inf)
+def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
+    """Return which steps were applied although the loss is an outlier or a gradient not finite.
+
+    The loss tells whether an outlier of a norm did harm. A loss that rises for good or has only
+    grown since the start of the run may be a value loss, and then this is no fault.
+    """
+    limit, is_outlier = np.full(len(rows.step), np.inf), np.zeros(len(rows.step), bool)
     for x in incidents:
-        if "loss" in x.kinds:
-            is_near = (rows.step >= x.step) & (rows.step < x.step + LASTING)
+        is_growth = "growth" in x.kinds or "loss" not in x.kinds
+        if not {"nan", "infinity"}.isdisjoint(x.kinds) or "loss" in x.kinds and not is_growth:
+            is_outlier |= rows.step == x.step
+        if not is_growth or (rewind_on_rise and not {"loss", "risen"}.isdisjoint(x.kinds)):
+            first = x.step - BLOCK if "risen" in x.kinds else x.step - 1
+            is_near = (rows.step > first) & (rows.step < x.step + LASTING)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
-    is_outlier = np.isin(rows.step, [x.step for x in incidents if not _HARMFUL.isdisjoint(x.kinds)])
-    return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss > limit))
+    return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
 
 
 def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:

@@ -1,21 +1,34 @@
-"""Rows, the measurements of consecutive steps on the host, from `watch` and as lines of a log."""
+"""The measurements of consecutive steps: on the device, on the host, and in a log.
 
-import contextlib
+| type | place |
+| --- | --- |
+| `Row` | the integers that `watch` writes on the device, one for each number of a step |
+| `Rows` | NumPy arrays on the host, with the names of their columns in `Names` |
+| `Line` | a dictionary for one step, in a log |
+
+`read_stack` converts a `Row` to `Rows`, `to_lines` converts `Rows` to lines, and `to_rows` lines to
+`Rows`.
+"""
+
+import bisect
+import functools
 import math
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from .._errors import value_error
+from .._checks import is_traced
+from .._errors import type_error, value_error
 from .._types import Array, HostArray, Scalar, Tree
-from ..norms._granularity import unit_names
-from ..norms._mask import Mask, mask_leaves
+from ..norms._granularity import group_names
+from ..norms._mask import Mask, check_mask, mask_leaves
 from ..wrappers._state import Outcome
-from ._taps import SHAPE, STATISTICS, read_sums, statistics
+from ._taps import SHAPE, STATISTICS, statistics, tap_names
 
 NUM_INTS, TREE = 4, 7
 """Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
@@ -33,6 +46,12 @@ WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startsw
 
 _ROW = {"loss", "gradient_norm", "outcome", "rewind_to"}
 """A line with one of these keys is a row, or marks a rewind."""
+
+_LATE = 8
+"""Maximum number of rows by which a line may be late in a log that is not in order."""
+
+_MAX_STEP = 2.0**53
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 Line: TypeAlias = Mapping[str, Any]
 """A line of a log, with the keys that docs/rows.md describes."""
@@ -62,8 +81,9 @@ class Names(NamedTuple):
 
 def names_of(params: Tree, granularity: Any = "leaf", mask: Mask = None, taps: Any = None) -> Names:
     """Return the names of the units and taps that `watch` measures."""
-    units = unit_names(granularity, mask_leaves(mask, params, params))
-    return Names(units=tuple(units), taps=tuple(read_sums("taps", taps)[0]))
+    check_mask(mask)
+    units = group_names(granularity, mask_leaves(mask, params, params))
+    return Names(units=tuple(units), taps=tuple(tap_names("taps", taps)))
 
 
 class Rows(NamedTuple):
@@ -146,19 +166,26 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
 
     Raises:
         TypeError: If called inside jit.
-        ValueError: If the rows belong to other parameters, or to several runs.
+        ValueError: If the rows belong to other parameters, or to several runs, as with `vmap` over
+            seeds.
     """
+    if any(map(is_traced, jax.tree.leaves(row))):
+        hint = "Return the state from `jit`, and read it on the host."
+        raise type_error("state", "read outside `jit`", "a traced array", hint)
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
         hint = "Pass the parameters, and `granularity`, `trainable` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
-    # The others were never written. `unique` sorts them by step; `last_row` repeats a row while an
-    # accumulation around `watch` is open.
-    written = np.unique(values[values[..., 2] != 0], axis=0)
-    if values.ndim > 2 or np.any(np.diff(written[:, 0]) == 0):
-        hint = "Select run i: `jax.tree.map(lambda x: x[i], rows)`."
-        raise value_error("state", "the rows of one run", "those of several runs", hint)
+    # A state has a checksum for all rows, and an output of `lax.scan` one for each row.
+    num_runs = np.size(checksum) if values.ndim == np.ndim(checksum) + 2 else 1
+    values = values.reshape(-1, values.shape[-1])  # of nested scans
+    # Other rows were never written. `unique` sorts the rows by step; `last_row` repeats a row while
+    # an accumulation around `watch` is open.
+    written = np.unique(values[values[:, 2] != 0], axis=0)
+    if num_runs > 1 or np.any(np.diff(written[:, 0]) == 0):
+        hint = "Read run i with `monitors[i].read(jax.tree.map(lambda x: x[i], state))`."
+        raise value_error("state", "the rows of one run", "the rows of several runs", hint)
     floats = np.ascontiguousarray(written[:, NUM_INTS:]).view(np.float32).astype(np.float64)
     sizes = 1, 2, 4 * (1 + len(names.units)), len(names.taps) * math.prod(SHAPE)
     loss, limits, table, sums, factors = np.split(floats, np.cumsum(sizes), axis=1)
@@ -186,25 +213,41 @@ def _complete(rows: Rows) -> None:
     rows.outcome[~rows.has(Outcome.APPLIED | Outcome.SKIPPED)] |= int(Outcome.ACCUMULATED)
 
 
-def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names]:
-    """Convert lines to rows without taps, with the units of `names`, or with all if it is None."""
-    table = _latest(lines)
-    keys = dict.fromkeys(key for line in table.values() for key in line)
+def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names, str]:
+    """Convert lines to rows without taps, with the units of `names`, or with all if it is None.
+
+    Returns:
+        The rows, their names, and a sentence about the lines that are not in the rows, or "".
+    """
+    table, remark = _join_steps(lines)
+    # The lines in which a key occurs, and its values there.
+    places, values = defaultdict[str, list[int]](list), defaultdict[str, list[Any]](list)
+    for i, line in enumerate(table.values()):
+        for key, value in line.items():
+            places[key].append(i)
+            values[key].append(value)
     patterns = "gradient_norm/(.*)", "(clip_factor.*)"
-    found = Names(*(tuple(y[1] for x in keys if (y := re.fullmatch(p, x))) for p in patterns))
-    names = names._replace(clips=found.clips) if names else found
+    units, clips = (tuple(y[1] for x in places if (y := re.fullmatch(p, x))) for p in patterns)
+    names = names._replace(clips=clips) if names else Names(units, clips)
     rows = Rows.zeros(len(table), names)
     rows.step[:], rows.factors[:] = list(table), 1  # a clip that is not in a line has not clipped
-    columns = {key: (column, int(flags)) for key, column, flags in _columns(rows, names)}
-    for i, line in enumerate(table.values()):
-        words = str(line.get("outcome", "applied")).split()
-        rows.outcome[i] = sum(WORDS.get(word, 0) for word in words)
-        for key in line.keys() & columns.keys():
-            column, flags = columns[key]
-            with contextlib.suppress(TypeError, ValueError):  # no number, nor the text of one
-                column[i] = float(line[key])
-                rows.outcome[i] |= flags
-    return rows, names
+    rows.outcome[:] = int(Outcome.APPLIED)
+    bits_of = functools.cache(_outcome_bits)
+    rows.outcome[places["outcome"]] = [bits_of(str(text)) for text in values["outcome"]]
+    for key, column, flags in _columns(rows, names):
+        if key in places and key != "step":
+            numbers = list(map(_number, values[key]))
+            is_known = np.array([x is not None for x in numbers])
+            at = np.array(places[key])[is_known]
+            column[at] = [x for x in numbers if x is not None]
+            rows.outcome[at] |= int(flags)
+    return rows, names, remark
+
+
+def units_in(lines: Iterable[Line]) -> set[str]:
+    """Return the names of the units whose gradient norms are in a log."""
+    start = "gradient_norm/"
+    return {key.removeprefix(start) for x in lines for key in x if key.startswith(start)}
 
 
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
@@ -234,21 +277,72 @@ def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome
             yield f"{name}/{unit}", table[:, i], flag | Outcome.HAS_UNITS
 
 
-def _latest(lines: Iterable[Line]) -> dict[int, Line]:
-    """Return the line of each step, without those of steps that were repeated afterwards.
+def _outcome_bits(text: str) -> int:
+    """Return the flags of the key `outcome`; a text of another trainer means "applied"."""
+    flags = [WORDS[word] for word in text.split() if word in WORDS]
+    return sum(flags) if flags or not text else int(Outcome.APPLIED)
 
-    Lines that follow each other with the same step are one, such as the metrics of training and of
-    evaluation. Lines without a loss, a norm and an outcome are ignored.
+
+def _number(value: Any) -> float | None:
+    """Convert a value in a log to a number; return None if it is not a number."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        # A transfer guard allows `device_get`.
+        return float(jax.device_get(value) if hasattr(value, "dtype") else value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError):
+        is_text = isinstance(value, str) and _THOUSANDS.fullmatch(value.strip())
+        return float(value.replace(",", "")) if is_text else None
+
+
+def _join_steps(lines: Iterable[Line]) -> tuple[dict[int, Line], str]:
+    """Return the line of each step, in order, and a remark on lines that are not included.
+
+    | line | effect |
+    | --- | --- |
+    | without a loss, a norm and an outcome | it is not a row |
+    | without a step | it has the next step |
+    | the step of an earlier line, without its numbers | both lines become one |
+    | the step of the last line, with the same numbers | it replaces the last line |
+    | an earlier step, with the same numbers or more than `_LATE` rows back | the run was resumed: \
+      it replaces all rows from this step on |
+    | an earlier step that is new, at most `_LATE` rows back | it is late, and is sorted in |
     """
-    table, last = dict[int, Line](), -1
+    table, steps, last = dict[int, Line](), list[int](), -1  # `steps` are the keys, sorted
+    num_lines = num_replaced = num_resumed = num_unknown = 0
     for line in lines:
-        if "sentence" in line or _ROW.isdisjoint(line):
+        if _ROW.isdisjoint(line):
             continue
-        step = line.get("step")
-        step = last + 1 if step in (None, "") else int(float(step))
-        if step < last or "rewind_to" in line:
-            table = {i: x for i, x in table.items() if i < step}
-        if "rewind_to" not in line:
-            table[step] = {**table.get(step, {}), **line}
-        last = step
-    return table
+        number = last + 1 if line.get("step") in (None, "") else _number(line["step"])
+        if number is None or not abs(number) < _MAX_STEP:
+            num_unknown += 1
+            continue
+        step, is_rewind = int(number), "rewind_to" in line
+        earlier, place = table.get(step), bisect.bisect_left(steps, step)
+        is_repeated = earlier is not None and not _ROW.isdisjoint(earlier.keys() & line.keys())
+        is_far = earlier is None and len(steps) - place > _LATE
+        if is_rewind or is_far or (is_repeated and step < last):
+            for replaced in steps[place:]:
+                del table[replaced]
+            num_resumed, num_replaced = num_resumed + 1, num_replaced + len(steps) - place
+            del steps[place:]
+            earlier = None
+        else:
+            num_replaced += is_repeated
+        if is_rewind:
+            last = step - 1
+            continue
+        if earlier is None:
+            steps.insert(place, step)
+        table[step] = {**earlier, **line} if earlier else line
+        last, num_lines = step, num_lines + 1
+    remarks = list[str]()
+    if num_replaced:
+        remarks.append(f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows")
+    if num_resumed:
+        remarks.append(f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}")
+    if num_unknown:
+        remarks.append(f"rows without a number as their step, which are left out: {num_unknown:,}")
+    return {step: table[step] for step in steps}, "; ".join(remarks)

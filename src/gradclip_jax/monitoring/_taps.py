@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import describe, distinct, leaf_name, leaf_path
-from .._errors import public, value_error
-from .._types import Array, Count, HostArray, Tree
+from .._checks import check_length, describe, distinct, leaf_name, leaf_path
+from .._devices import fusion_barrier
+from .._errors import public, type_error, value_error
+from .._types import Array, Count, HostArray, Path, Tree
 from ..norms._leaves import checked_leaves
 from ..norms._mesh import vary, varying_axes
 from ..norms._norm import squares
@@ -46,6 +47,10 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     Returns:
         Zeros, float32[2, 4] or float32[num_layers, 2, 4] for each name. The values are ignored.
 
+    Raises:
+        TypeError: If `names` is a string, or if `num_layers` is not a static integer.
+        ValueError: If `num_layers` is less than 1.
+
     Examples:
         >>> import gradclip_jax as gcx
         >>> layers = gcx.taps.make_probes(["attention", "mlp"], num_layers=2)
@@ -53,6 +58,11 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
         >>> probes["layers"]["mlp"].shape
         (2, 2, 4)
     """
+    if isinstance(names, str):
+        hint = f"Pass `[{names!r}]` for one tap."
+        raise type_error("names", "a sequence of names or a mapping", repr(names), hint)
+    if num_layers is not None:
+        num_layers = check_length("num_layers", num_layers, "Pass None without `lax.scan`.")
     probe = jnp.zeros(SHAPE if num_layers is None else (num_layers, *SHAPE), jnp.float32)
     parts = names if isinstance(names, Mapping) else dict.fromkeys(names)
     return OrderedDict((name, probe if part is None else part) for name, part in parts.items())
@@ -132,7 +142,9 @@ def _sums(x: Array, scale: float) -> Array:
     wide = x.astype(jnp.float32)
     is_finite = jnp.isfinite(wide)
     wide = jnp.where(is_finite, wide, 0)
-    terms = wide, squares(wide, jnp.float32, scale), (~is_finite).astype(jnp.float32)
+    # The barrier keeps XLA from rewriting the square to `x^2 * scale^2`, which may overflow.
+    scaled = wide * fusion_barrier(jnp.float32(scale))
+    terms = wide, squares(scaled, jnp.float32), (~is_finite).astype(jnp.float32)
     # Use one variadic reduction, because XLA:CPU materializes the operands of several reductions
     # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x).
     # Reduce one axis at a time, because XLA:CPU adds elements sequentially.
@@ -180,21 +192,35 @@ def metrics(stats: Tree) -> dict[str, float]:
     return dict(zip((f"taps/{name}/{key}" for name in names for key in keys), values, strict=True))
 
 
+def tap_names(argument: str, stats: Tree) -> list[str]:
+    """Return the names of all taps in the order of the forward pass."""
+    names = list[str]()
+    for shape, stack in _scans(argument, stats):
+        # The taps of a scan follow each other within each layer.
+        names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path, _ in stack]
+    return distinct(names)
+
+
 def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
     """Return the names of all taps in the order of the forward pass, and float32[taps, 2, 4]."""
+    tables = [jnp.zeros((0, *SHAPE), jnp.float32)]
+    for _, stack in _scans(argument, stats):
+        tables.append(jnp.stack([sums for _, sums in stack], -3).reshape(-1, *SHAPE))
+    return tap_names(argument, stats), jnp.concatenate(tables)
+
+
+def _scans(
+    argument: str, stats: Tree
+) -> Iterator[tuple[tuple[int, ...], list[tuple[Path, Array]]]]:
+    """Yield the shape of the sums and the taps of each scan, and of each tap outside of scans."""
     leaves = jax.tree.leaves_with_path(stats)
     for path, x in leaves:
         if np.shape(x)[-2:] != SHAPE:
             got = f"{describe(x)} at {leaf_path(argument, path)}"
             hint = "Pass the gradient with respect to the probes."
             raise value_error(argument, "a tree of float32[..., 2, 4]", got, hint)
-    names, tables = list[str](), [jnp.zeros((0, *SHAPE), jnp.float32)]
     for (_, shape), stack in itertools.groupby(leaves, lambda x: (x[0][:-1], x[1].shape)):
-        paths, sums = zip(*stack, strict=True)
-        # The taps of a scan follow each other within each layer.
-        tables.append(jnp.stack(sums, -3).reshape(-1, *SHAPE))
-        names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path in paths]
-    return distinct(names), jnp.concatenate(tables)
+        yield shape, list(stack)
 
 
 def statistics(sums: HostArray) -> HostArray:

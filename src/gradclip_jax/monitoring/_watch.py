@@ -12,21 +12,30 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_choice, check_count, check_length, check_params, check_state, listed
+from .._checks import (
+    check_choice,
+    check_count,
+    check_length,
+    check_no_transformation,
+    check_params,
+    check_state,
+    listed,
+)
 from .._devices import fusion_barrier, pair_of_sums
-from .._errors import public, type_error, value_error
+from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._leaves import checked_leaves, wide_dtype
+from ..norms._groups import NormGroups, reduce_axes, table_of_sums
+from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
-from ..norms._mesh import reshard_like
-from ..norms._norm import Units, norm_dtype, norm_of_squares, reduce_axes, rows_of_sums, squares
+from ..norms._mesh import check_axis_name, replicated, reshard_like
+from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
 from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._state import outcome_of
+from ..wrappers._state import is_applied, outcome_of
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
 from ._taps import read_sums
 
@@ -46,16 +55,22 @@ class WatchState(NamedTuple):
 
     def step_metrics(self) -> dict[str, Array]:
         """Return the measurements of the whole tree in the last row, as entries of `metrics`."""
-        bits = _last(self)[..., TREE : TREE + 4]
-        values = jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0)
         names = "nonfinite_elements", "grad_norm", "update_norm", "parameter_norm"
+        values = _last_measurements(self.rows.values, self.step_count)
         return dict(zip(names, values, strict=True))
 
 
-def _last(state: WatchState) -> Array:
+@jax.jit
+def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
+    """Return the measurements of the whole tree in the row that was written last."""
+    bits = _last(rows, step_count)[..., TREE : TREE + 4]
+    return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
+
+
+@jax.jit  # outside jit, constants would be transferred to the device one by one
+def _last(rows: Array, step_count: Array) -> Array:
     """Return the row that was written last."""
-    rows = state.rows.values
-    place = jnp.expand_dims((state.step_count - 1) % rows.shape[-2], (-2, -1))
+    place = jnp.expand_dims((step_count - 1) % rows.shape[-2], (-2, -1))
     return jnp.take_along_axis(rows, place, -2)[..., 0, :]
 
 
@@ -88,11 +103,12 @@ def last_row(state: Tree) -> Row:
         [0, 99]
     """
     watched = find_watch(state)
-    return watched.rows._replace(values=_last(watched))
+    return watched.rows._replace(values=_last(watched.rows.values, watched.step_count))
 
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` inside an optimizer state, or number `which` of several."""
+    check_no_transformation(state)
     found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
@@ -188,6 +204,10 @@ def watch(
         step 1: skipped, gradient norm nan, 1 non-finite element, 100 % in wo
     """
     check_guard_arguments(inner, axis_name, trainable)
+    check_axis_name(replica_axis, "replica_axis")
+    if not isinstance(of, Sequence):
+        hint = 'Pass for example `of=("gradient",)`.'
+        raise type_error("of", "a sequence of names", type(of).__name__, hint)
     for kind in of:
         check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
@@ -224,6 +244,7 @@ class WatchUpdate(InPlaceUpdate):
     check_every: int
     taps: Tree | None
 
+    @named("watch")
     def __call__(
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
@@ -233,6 +254,7 @@ class WatchUpdate(InPlaceUpdate):
         step = self._measure_step(output, params) if self.with_step else None
         return output, self._record(updates, step, state, inner_state, params, extra_args)
 
+    @named("watch")
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
@@ -251,7 +273,7 @@ class WatchUpdate(InPlaceUpdate):
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
             # Parameters that the step did not read are measured alone.
-            has_run = outcome_of(inner_state) & int(Outcome.APPLIED) != 0
+            has_run = is_applied(outcome_of(inner_state))
             step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
         return new, self._record(grads, step, state, inner_state, params, extra_args), measured
 
@@ -264,7 +286,7 @@ class WatchUpdate(InPlaceUpdate):
     def _leaves(self, tree: Tree, like: Tree, params: Tree | None) -> list[Array]:
         """Return the leaves of a tree that are measured, which are the inexact leaves of `like`."""
         own = checked_leaves("updates", mask_leaves(self.trainable, like, params))
-        return own.beside(mask_leaves(self.trainable, tree, params))
+        return own.leaves_like(mask_leaves(self.trainable, tree, params))
 
     def _measure_step(self, updates: Tree, params: Tree) -> Array:
         """Return the sums of the squares of updates and parameters for each norm group."""
@@ -279,8 +301,8 @@ class WatchUpdate(InPlaceUpdate):
     def _groups(self, tree: Tree, params: Tree | None) -> dict[str, Any]:
         """Return the norm groups and the mesh axes of a tree, as keyword arguments."""
         masked = mask_leaves(self.trainable, tree, params)
-        units = self.granularity.cut(checked_leaves("updates", masked).arrays, masked)
-        return {"units": units, "axis_name": self.axes[0]}
+        groups = self.granularity.partition(checked_leaves("updates", masked).arrays, masked)
+        return {"groups": groups, "axis_name": self.axes[0]}
 
     def _record(
         self,
@@ -295,7 +317,7 @@ class WatchUpdate(InPlaceUpdate):
         axis_name, replica_axis = self.axes
         groups = self._groups(grads, params)
         sums = sums_of_gradient(self._leaves(grads, grads, params), **groups)
-        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["units"])
+        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["groups"])
         found = metrics(inner_state)
         # The gradient was multiplied by the loss scale before the call.
         scale = metrics(state.inner_state).get("loss_scale", 1)
@@ -325,6 +347,7 @@ class WatchUpdate(InPlaceUpdate):
         return sums
 
 
+@named("watch")
 def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     """Return a state without rows."""
     inner_state = update.inner.init(params)
@@ -338,7 +361,7 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
 
-def sums_of_gradient(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+def sums_of_gradient(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
     """Return the number of non-finite elements and the sum of squares of each norm group.
 
     The result is float[groups, 2].
@@ -348,11 +371,11 @@ def sums_of_gradient(leaves: Sequence[Array], *, units: Units, axis_name: AxisNa
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
         return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
 
 
 def sums_of_step(
-    updates: Sequence[Array], params: Sequence[Array], *, units: Units, axis_name: AxisName
+    updates: Sequence[Array], params: Sequence[Array], *, groups: NormGroups, axis_name: AxisName
 ) -> Array:
     """Return the sums of squares of updates and parameters of each norm group, float[groups, 2].
 
@@ -369,49 +392,47 @@ def sums_of_step(
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
-    return _sums_of_groups(terms, updates, params, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, updates, params, groups=groups, axis_name=axis_name)
 
 
-def sums_of_params(leaves: Sequence[Array], *, units: Units, axis_name: AxisName) -> Array:
+def sums_of_params(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
     """Return the result of `sums_of_step` for updates of zero."""
     dtype = norm_dtype(leaves)
 
     def terms(p: Array, axes: tuple[int, ...]) -> Array:
-        total = reduce_axes(jnp.sum, squares(p, dtype), axes)
-        total = reshard_like(total, jnp.sum(total)).reshape(-1)
+        total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
         return jnp.stack([jnp.zeros_like(total), total], -1)
 
-    return _sums_of_groups(terms, leaves, units=units, axis_name=axis_name)
+    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
 
 
 def _sums_of_groups(
-    terms: Callable[..., Array], *columns: Sequence[Array], units: Units, axis_name: AxisName
+    terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
 ) -> Array:
     """Return two sums for each norm group; `terms` returns those of a leaf."""
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
     # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-    return fusion_barrier(rows_of_sums(terms, *columns, units=units, axis_name=axis_name))
+    return fusion_barrier(table_of_sums(terms, *columns, groups=groups, axis_name=axis_name))
 
 
-def norm_table(of_gradient: Array, of_step: Array, units: Units) -> Array:
+def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
     """Return the norms of the whole tree and of each norm group, float32[1 + groups, 4].
 
     The columns are the number of non-finite elements of the gradient, and the norms of gradient,
     update and parameters.
     """
     table = jnp.concatenate([of_gradient, of_step], 1)
-    if units.axes is not None or units.names:
+    if groups.axes is not None or groups.labels:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
     # A selection, unlike slices, is fused with the operations that read the table.
-    return jnp.where(jnp.arange(4) == 0, table, norm_of_squares(table)).astype(jnp.float32)
+    return jnp.where(jnp.arange(4) == 0, table, jnp.sqrt(table)).astype(jnp.float32)
 
 
 def _sums(axes: tuple[int, ...], *terms: Array) -> Array:
     """Return two sums for each norm of a leaf, float[norms, 2]."""
     sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
-    # An array that is sharded over explicit mesh axes is replicated, like its sum.
-    return reshard_like(sums, jnp.sum(sums)).reshape(-1, 2)
+    return replicated(sums).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
@@ -469,6 +490,7 @@ def _written(state: WatchState, ints: Iterable[Any], floats: Iterable[Any]) -> W
         raise value_error("state", "the state of this `watch`", got, hint)
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
     values = reshard_like(values, row)
-    values = lax.dynamic_update_slice_in_dim(values, row, count % len(values), 0)
-    rows, count = state.rows._replace(values=values), jnp.asarray(optax.safe_increment(count))
-    return state._replace(step_count=count, rows=rows)
+    next_count = jnp.asarray(optax.safe_increment(count))
+    # The place depends on the next count, with which the row is read, even if it saturates.
+    values = lax.dynamic_update_slice_in_dim(values, row, (next_count - 1) % len(values), 0)
+    return state._replace(step_count=next_count, rows=state.rows._replace(values=values))

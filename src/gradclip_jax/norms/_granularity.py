@@ -12,6 +12,7 @@ import numpy as np
 from .._checks import (
     broadcast_prefix,
     check_axis,
+    check_callable,
     check_choice,
     check_length,
     describe,
@@ -19,30 +20,24 @@ from .._checks import (
     labels_of,
     leaf_name,
     leaf_path,
+    shortened,
 )
-from .._errors import public, value_error
+from .._errors import public, type_error, value_error
 from .._types import Array, Labels, Path, Tree
-from ._leaves import is_measured, measured_shapes
-from ._norm import Axes, Units, leaf_units, num_slices, slice_units, tree_units
+from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
+from ._leaves import inexact_shapes, is_inexact
 
 
-def count_norms(units: Units, leaves: Sequence[Array]) -> int:
-    """Return the number of elements of all arrays in `Norms`."""
-    if units.axes is None:
-        return units.size
-    return sum(num_slices(*pair) for pair in zip(leaves, units.axes, strict=True))
-
-
-def select_groups(argument: str, units: Units, labels: Sequence[Hashable]) -> Units:
-    """Select the groups that have a threshold; other leaves are not clipped."""
-    unknown = [label for label in labels if label not in units.names]
-    if unknown and units.names:
-        hint = f"Labels of the tree: {', '.join(sorted(map(repr, units.names)))}."
+def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable]) -> NormGroups:
+    """Select the norm groups whose labels have a threshold; other leaves are not clipped."""
+    unknown = [label for label in labels if label not in groups.labels]
+    if unknown and groups.labels:
+        hint = f"Labels of the tree: {', '.join(sorted(map(repr, groups.labels)))}."
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     index_of = {label: i for i, label in enumerate(labels)}
-    entries = tuple(i if i is None else index_of.get(units.names[i]) for i in units.entries)
-    return Units(entries, len(labels), tuple(labels))
+    index = tuple(i if i is None else index_of.get(groups.labels[i]) for i in groups.index)
+    return NormGroups(index, len(labels), tuple(labels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,30 +45,39 @@ class Granularity:
     """Which elements share a norm.
 
     Attributes:
-        cut: Function `(leaves, tree) -> Units`, called at trace time; `leaves` are those of `tree`
-            that are clipped.
+        partition: Function `(leaves, tree) -> NormGroups`, called at trace time; `leaves` are the
+            inexact leaves of `tree`.
         is_group: Whether leaves are grouped by labels, which can be the keys of a mapping of
             thresholds.
     """
 
-    cut: Callable[[Sequence[Array], Tree], Units]
+    partition: Callable[[Sequence[Array], Tree], NormGroups]
     is_group: bool = False
+
+    def __post_init__(self) -> None:
+        hint = "Use a function of `gcx.granularities`."
+        check_callable("partition", self.partition, hint)
 
 
 def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Granularity:
     """Convert a name to a granularity; return a granularity unchanged."""
     if isinstance(granularity, Granularity):
         return granularity
+    if callable(granularity):
+        rule = "'global', 'leaf' or a granularity"
+        name = getattr(granularity, "__name__", "granularity")
+        hint = f"Call the function: `gcx.granularities.{name}(...)`."
+        raise type_error("granularity", rule, shortened(granularity), hint)
     check_choice("granularity", granularity, ("global", "leaf"))
-    return Granularity(tree_units if granularity == "global" else leaf_units)
+    return Granularity(tree_groups if granularity == "global" else leaf_groups)
 
 
-def unit_names(granularity: Literal["global", "leaf"] | Granularity, tree: Tree) -> list[str]:
-    """Return the names of all norms of a tree, in the order of the norms."""
-    units = as_granularity(granularity).cut(measured_shapes(tree), tree)
-    names = [str(label) for label in units.names]
-    leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_measured(entry[1])]
-    for (path, x), axes in zip(leaves, units.axes or (), strict=False):
+def group_names(granularity: Literal["global", "leaf"] | Granularity, tree: Tree) -> list[str]:
+    """Return the names of all norm groups of a tree, in the order of their norms."""
+    groups = as_granularity(granularity).partition(inexact_shapes(tree), tree)
+    names = [str(label) for label in groups.labels]
+    leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_inexact(entry[1])]
+    for (path, x), axes in zip(leaves, groups.axes or (), strict=False):
         names += [leaf_name(path, i) for i in np.ndindex(*np.delete(np.shape(x), axes))]
     return distinct(names)
 
@@ -105,17 +109,19 @@ def group(param_labels: Labels) -> Granularity:
         [0.6, 0.8, 0.5]
     """
 
-    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
+    def partition(leaves: Sequence[Array], tree: Tree) -> NormGroups:
         labels = labels_of(param_labels, "updates", tree)
-        names = tuple(dict.fromkeys(labels))
+        # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
+        is_known = labels or callable(param_labels)
+        names = tuple(dict.fromkeys(labels if is_known else jax.tree.leaves(param_labels)))
         if len({*map(str, names)}) < len(names):
             hint = "Rename one of them."
             raise value_error("param_labels", "labels that print differently", names, hint)
         pairs = zip(labels, jax.tree.leaves(tree), strict=True)
-        entries = tuple(names.index(label) for label, x in pairs if is_measured(x))
-        return Units(entries, len(names), names)
+        index = tuple(names.index(label) for label, x in pairs if is_inexact(x))
+        return NormGroups(index, len(names), names)
 
-    return Granularity(cut, is_group=True)
+    return Granularity(partition, is_group=True)
 
 
 @public
@@ -147,18 +153,18 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
     for depth in jax.tree.leaves(num_layer_axes):
         check_length(name, depth, hint, low=0)
 
-    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
+    def partition(leaves: Sequence[Array], tree: Tree) -> NormGroups:
         depths = broadcast_prefix(name, num_layer_axes, "updates", tree, lambda x: x is None)
         axes: list[Axes] = []
         for (path, x), depth in zip(jax.tree.leaves_with_path(tree), depths, strict=True):
-            if is_measured(x):
+            if is_inexact(x):
                 axes.append(tuple(range(depth or 0, np.ndim(x))))
                 if (depth or 0) > np.ndim(x):
                     got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
                     raise value_error(name, "at most the rank of the leaf", got, hint)
-        return slice_units(axes, is_rms=rms)
+        return slice_groups(axes, is_rms=rms)
 
-    return Granularity(cut)
+    return Granularity(partition)
 
 
 @public
@@ -187,12 +193,12 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
     """
     axes = check_axis(axis)
 
-    def cut(leaves: Sequence[Array], tree: Tree) -> Units:
+    def partition(leaves: Sequence[Array], tree: Tree) -> NormGroups:
         paths = jax.tree.leaves_with_path(tree)
-        of_leaves = [_unit_axes(path, x, axes) for path, x in paths if is_measured(x)]
-        return slice_units(of_leaves, is_local=True)
+        of_leaves = [_default_axes(path, x, axes) for path, x in paths if is_inexact(x)]
+        return slice_groups(of_leaves, is_local=True)
 
-    return Granularity(cut)
+    return Granularity(partition)
 
 
 def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...]:
@@ -206,7 +212,7 @@ def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...
     return found
 
 
-def _unit_axes(path: Path, x: Array, axes: Axes | None) -> Axes:
+def _default_axes(path: Path, x: Array, axes: Axes | None) -> Axes:
     """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
     rank = np.ndim(x)
     if axes is not None:

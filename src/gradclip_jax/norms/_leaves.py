@@ -1,6 +1,6 @@
-"""Floating-point and complex leaves, which are called measured leaves, and their arithmetic."""
+"""Floating-point and complex leaves of a tree, which are called inexact leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +11,14 @@ from jax.typing import DTypeLike
 from .._checks import describe, dtype_of, is_float0, leaf_path, listed
 from .._errors import type_error
 from .._types import Array, Tree
-from ._mesh import check_placement
+from ._mesh import check_placement, is_placed
 
 
 class Leaves(NamedTuple):
-    """A flattened tree and its floating-point and complex leaves.
+    """A flattened tree and its inexact leaves.
 
     Attributes:
-        arrays: Floating-point and complex leaves.
+        arrays: Inexact leaves.
         places: Indices of these leaves among all leaves of the tree.
         given: All leaves of the tree.
         structure: Structure of the tree.
@@ -29,13 +29,13 @@ class Leaves(NamedTuple):
     given: list[object]
     structure: Any
 
-    def beside(self, tree: Tree) -> list[Array]:
-        """Return the leaves of another tree at the same positions as `arrays`."""
+    def leaves_like(self, tree: Tree) -> list[Array]:
+        """Return the leaves of another tree at the positions of the inexact leaves."""
         leaves = jax.tree.leaves(tree)
         return [jnp.asarray(leaves[place]) for place in self.places]
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """Return the tree with new arrays."""
+        """Return the tree with other inexact leaves."""
         leaves = list(self.given)
         for place, new in zip(self.places, arrays, strict=True):
             leaves[place] = new
@@ -43,9 +43,9 @@ class Leaves(NamedTuple):
 
 
 def flatten(tree: Tree) -> Leaves:
-    """Flatten a tree, and select its floating-point and complex leaves."""
+    """Flatten a tree, and select its inexact leaves."""
     given, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(given) if is_measured(x)]
+    places = [i for i, x in enumerate(given) if is_inexact(x)]
     return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
 
 
@@ -55,35 +55,55 @@ def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
     Leaves that are unreduced over a mesh axis or in host memory raise as well.
     """
     kind = jnp.floating if real else jnp.inexact
+    given, structure = jax.tree.flatten(tree)
+    leaves = Leaves([], [], given, structure)
+    for i, x in enumerate(given):
+        dtype = dtype_of(x)
+        if dtype == jax.dtypes.float0:  # the gradient of an integer
+            continue
+        if not (jnp.issubdtype(dtype, kind) and is_placed(x)):
+            _raise_invalid(argument, tree, kind)
+        leaves.arrays.append(jnp.asarray(x))
+        leaves.places.append(i)
+    return leaves
+
+
+def _raise_invalid(argument: str, tree: Tree, kind: Any) -> None:
+    """Raise an error that lists the leaves of another dtype, or one in another memory."""
     leaves = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if not is_float0(x)]
     bad = [(path, x) for path, x in leaves if not jnp.issubdtype(dtype_of(x), kind)]
     if bad:
         got = listed(f"{describe(x)} at {leaf_path(argument, path)}" for path, x in bad)
-        rule = f"a tree of {'floating' if real else 'floating or complex'} leaves"
+        rule = f"a tree of {'floating' if kind is jnp.floating else 'floating or complex'} leaves"
         hint = "Exclude other leaves with `optax.masked`, or convert them to floating point."
         raise type_error(argument, rule, got, hint)
     check_placement(argument, tree)
-    return flatten(tree)
 
 
-def is_measured(leaf: object) -> bool:
+def is_inexact(leaf: object) -> bool:
     """Return whether a leaf is floating-point or complex, or a placeholder."""
     dtype = dtype_of(leaf)
     return dtype == np.dtype(object) or jnp.issubdtype(dtype, jnp.inexact)
 
 
-def measured_leaves(tree: Tree) -> list[Array]:
-    """Return all floating-point and complex leaves."""
-    return list(map(jnp.asarray, measured_shapes(tree)))
+def inexact_leaves(tree: Tree) -> list[Array]:
+    """Return the inexact leaves of a tree as arrays."""
+    return list(map(jnp.asarray, inexact_shapes(tree)))
 
 
-def measured_shapes(tree: Tree) -> list[Any]:
-    """Return floating-point and complex leaves unconverted, because `init` may get placeholders."""
-    return [x for x in jax.tree.leaves(tree) if is_measured(x)]
+def inexact_shapes(tree: Tree) -> list[Any]:
+    """Return the inexact leaves of a tree unconverted, because `init` may get placeholders."""
+    return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+
+
+def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
+    """Return float32, or float64 if a leaf is float64 or complex128."""
+    is_wide = {x.dtype for x in leaves} & {np.dtype("float64"), np.dtype("complex128")}
+    return jnp.float64 if is_wide else jnp.float32
 
 
 def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """The floating-point or complex dtype of at least 32 bits to which `dtypes` can be cast.
+    """Return the floating-point or complex dtype of at least 32 bits to cast `dtypes` to.
 
     `jnp.promote_types` does not support float8, and raises under strict promotion.
     """
@@ -94,3 +114,7 @@ def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
     if is_complex:
         return jnp.complex128 if bits == 64 else jnp.complex64
     return jnp.float64 if bits == 64 else jnp.float32
+
+
+# The names before this module was rewritten.
+is_measured, measured_leaves, measured_shapes = is_inexact, inexact_leaves, inexact_shapes

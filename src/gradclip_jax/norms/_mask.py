@@ -36,6 +36,8 @@ def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
 
 def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
     """Replace all leaves that the mask does not include by zeros."""
+    if mask is None:
+        return grads
 
     def value(leaf: Array, is_included: bool) -> Array:
         return leaf if is_included or is_float0(leaf) else jnp.zeros_like(leaf)

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
 from .._checks import is_float0, leaf_path
 from .._devices import HAS_TYPES
-from .._errors import type_error
+from .._errors import type_error, value_error
 from .._types import Array, AxisName, Tree
 
 
 def varying_axes(x: object) -> frozenset[str]:
     """Return the mesh axes of `shard_map` over which a value varies."""
-    aval: Any = _type_of(x)
+    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
@@ -37,9 +37,23 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
         return frozenset()
     varying = varying_axes(x)
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
-        if name not in varying_axes(lax.axis_index(name)):
+        try:
+            is_untyped = name not in varying_axes(lax.axis_index(name))
+        except NameError as error:
+            rule = "an axis of an enclosing `shard_map`, `pmap` or `vmap`"
+            hint = "Omit it outside of these functions."
+            raise value_error("axis_name", rule, repr(name), hint) from error
+        if is_untyped:
             varying |= {name}
     return varying
+
+
+def check_axis_name(axis_name: object, argument: str = "axis_name") -> None:
+    """Raise if an argument is not the name of a mapped axis, a tuple of names, or None."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not all(isinstance(name, str) for name in names):
+        hint = 'Pass for example "data" or ("data", "model").'
+        raise type_error(argument, "a string, a tuple of strings or None", repr(axis_name), hint)
 
 
 def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
@@ -63,19 +77,20 @@ def reshard_like(x: Array, like: Array) -> Array:
     return reshard(x, theirs) if ours != theirs and is_explicit(theirs) else x
 
 
+def replicated(x: Array) -> Array:
+    """Replicate an array that is sharded over explicit mesh axes, so that it can be reshaped."""
+    sharding = jax.typeof(x).sharding
+    return reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if is_explicit(sharding) else x
+
+
 def is_explicit(sharding: NamedSharding) -> bool:
     """Return whether a sharding has explicit mesh axes."""
     return AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _type_of(x: object) -> ShapedArray:
-    """Return the abstract value of an array, or a given abstract value unchanged."""
-    return x if isinstance(x, ShapedArray) else jax.typeof(x)
-
-
 def zeros_of_type(like: Any, dtype: DTypeLike | None = None) -> Array:
     """Return zeros with the shape, sharding and varying axes of another array."""
-    sharding = _type_of(like).sharding
+    sharding = (like if isinstance(like, ShapedArray) else jax.typeof(like)).sharding
     given = sharding if is_explicit(sharding) else None
     zeros = lax.full(like.shape, 0, dtype or like.dtype, sharding=given)
     return vary(zeros, varying_axes(like))
@@ -109,19 +124,24 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
     return lax.pvary(x, missing)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_placed(x: object) -> bool:
+    """Return whether a leaf is in device memory, and neither `reduced` nor unreduced."""
+    if not isinstance(x, jax.Array):
+        return True
+    kind = jax.typeof(x)
+    is_on_host = getattr(getattr(kind, "memory_space", None), "name", "") == "Host"
+    spec = kind.sharding.spec
+    return not (is_on_host or (HAS_TYPES and (spec.reduced or spec.unreduced)))
+
+
 def check_placement(argument: str, tree: Tree) -> None:
     """Raise if a leaf is in host memory, unreduced, or has unreduced gradients."""
     for path, x in jax.tree.leaves_with_path(tree):
-        if not isinstance(x, jax.Array) or is_float0(x):
-            continue
-        kind = jax.typeof(x)
-        is_on_host = getattr(getattr(kind, "memory_space", None), "name", "") == "Host"
-        spec = kind.sharding.spec
-        if is_on_host or (HAS_TYPES and (spec.reduced or spec.unreduced)):
+        if not (is_float0(x) or is_placed(x)):
             hint = (
                 "Move it inside the step with `jax.device_put(leaf, jax.memory.Space.Device)`, and "
                 "sum gradients over devices first, for example with `microbatched_value_and_grad`."
             )
-            got = f"{kind} at {leaf_path(argument, path)}"
+            got = f"{jax.typeof(x)} at {leaf_path(argument, path)}"
             rule = "in device memory and neither `reduced` nor unreduced over a mesh axis"
             raise type_error(argument, rule, got, hint)

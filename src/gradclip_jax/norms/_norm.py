@@ -1,76 +1,31 @@
-"""Norms of trees, groups, leaves and slices, and their derivative."""
+"""Norms of trees, norm groups, leaves and slices, and their derivatives."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import check_ord
-from .._devices import MAX_STACKED_SIZE, fusion_barrier, groups_of_type, joined, map_arrays, stack
-from .._errors import public
-from .._types import Array, AxisName, HostArray, Number, Order, Scalar, Tree
-from ._leaves import checked_leaves, is_measured, wide_dtype
-from ._mesh import max_over, replica_count, shard_axes, sum_over
-
-Axes: TypeAlias = tuple[int, ...]
-Norms: TypeAlias = list[Array]
-"""One array per unit, or per leaf with several units; each broadcasts against its leaves."""
-
-SCALE: Final = 2.0**-8
-"""Scale by which elements are multiplied before they are squared.
-
-A float32 norm up to 4e21 is therefore finite, and elements below 3e-17 may count as zero. The norm
-of N elements is correct to 1e-6 if it is above 2e-14 sqrt(N), or if no element is below 3e-17.
-"""
-
-
-class Units(NamedTuple):
-    """Assignment of elements to norms. A unit is a set of elements that share one norm.
-
-    Attributes:
-        entries: For each measured leaf, the index of its norms; None if it belongs to no unit.
-        size: Number of arrays of norms.
-        names: Labels of groups of leaves.
-        axes: Axes of each leaf over which one norm is computed. They are kept with size 1, except
-            that the norm over all axes is a scalar. None if all units consist of whole leaves.
-        is_local: Whether norms are computed without communication inside `shard_map`.
-        is_rms: Whether thresholds limit root mean squares instead of norms.
-    """
-
-    entries: tuple[int | None, ...]
-    size: int
-    names: tuple[Hashable, ...] = ()
-    axes: tuple[Axes, ...] | None = None
-    is_local: bool = False
-    is_rms: bool = False
-
-
-def tree_units(leaves: Sequence[Array], tree: Tree = None) -> Units:
-    """Define one norm over all leaves."""
-    return Units((0,) * len(leaves), 1)
-
-
-def leaf_units(leaves: Sequence[Array], tree: Tree = None) -> Units:
-    """Define one norm for each leaf."""
-    return slice_units([tuple(range(np.ndim(x))) for x in leaves])
-
-
-def slice_units(axes: Sequence[Axes], *, is_local: bool = False, is_rms: bool = False) -> Units:
-    """Define one norm for each slice of each leaf, such as its layers or rows."""
-    entries = tuple(range(len(axes)))
-    return Units(entries, len(axes), axes=tuple(axes), is_local=is_local, is_rms=is_rms)
-
-
-def num_slices(x: Array, axes: Axes) -> int:
-    """Return the number of norms of a leaf that is reduced over the given axes."""
-    return math.prod(n for i, n in enumerate(np.shape(x)) if i not in axes)
+from .._checks import check_ord, is_traced, shortened
+from .._errors import public, value_error
+from .._types import Array, AxisName, Number, Order, Scalar, Tree
+from ._groups import (
+    Axes,
+    NormGroups,
+    PerGroup,
+    leaf_groups,
+    reduce_axes,
+    reduce_groups,
+    stack_small,
+    tree_groups,
+)
+from ._leaves import checked_leaves, is_inexact, norm_dtype, wide_dtype
+from ._mesh import check_axis_name, replica_count, shard_axes
 
 
 @public
@@ -84,25 +39,26 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
     | tree | norm |
     | --- | --- |
     | float16 `[300, 400]` | 500, although its squares overflow float16 |
-    | float32 `[1e20, 1e20]`, `[3e-16, 4e-16]` | 1.4142e20, 5e-16 |
-    | float32, a 2-norm up to 4e21, no element below 3e-17 | correct to 1e-6 |
-    | float32, a 2-norm of N elements from 2e-14 sqrt(N) to 4e21 | correct to 1e-6 |
-    | float32, elements below 3e-17 | may count as zero in a 2-norm |
-    | float32, a 2-norm above 5e21 | inf |
+    | float32, a 2-norm up to 1.8e19, no nonzero element below 1e-18 | correct to 1e-6 |
+    | float32, elements below 1e-18 | may count as zero in a 2-norm |
+    | float32, a 2-norm above 1.8e19 | inf |
     | empty, or only `None`, masked or zero-size leaves | 0 |
     | any NaN | NaN; inf for `ord=inf` |
     | an infinity and no NaN | inf |
     | sharded | the norm of the whole tree; see `axis_name` |
     | sharded, `axis_name=()` | the norm of the shards on this device |
 
-    The derivative is zero where the norm is zero or not finite.
+    Sums are computed in float32, or in float64 if a leaf has 64 bits. Derivatives are finite; that
+    of the 2-norm is zero where the norm is zero or not finite.
 
     Args:
         tree: Pytree of floating-point or complex leaves, in the units of the gradients.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()`
-            computes the norm on each device alone, without communication.
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
+            over which leaves are equal, such as gradients after `psum` or `pmean`: the norm would
+            be too large by the root of the number of devices. `()` computes the norm on each
+            device alone, without communication.
 
     Returns:
         The norm, float32[], or float64[] if a leaf is float64 or complex128.
@@ -116,6 +72,7 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
         >>> float(gcx.global_norm({"w": jnp.float16([300, 0]), "b": jnp.float16([400])}))
         500.0
     """
+    check_axis_name(axis_name)
     leaves = checked_leaves("tree", tree).arrays
     return norm_of_leaves(leaves, check_ord(ord), axis_name)
 
@@ -144,9 +101,10 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
         >>> float(norms["w"]), float(norms["b"])
         (5.0, 2.0)
     """
+    check_axis_name(axis_name)
     leaves = checked_leaves("tree", tree).arrays
-    norms = iter(unit_norms(leaves, leaf_units(leaves), check_ord(ord), axis_name))
-    return jax.tree.map(lambda x: next(norms) if is_measured(x) else jnp.float32(0), tree)
+    norms = iter(group_norms(leaves, leaf_groups(leaves), check_ord(ord), axis_name).arrays)
+    return jax.tree.map(lambda x: next(norms) if is_inexact(x) else jnp.float32(0), tree)
 
 
 @public
@@ -168,7 +126,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
     | one is infinite, none is NaN | inf |
 
     Args:
-        norms: Norms of the parts, scalars or arrays, all of the same order.
+        norms: Norms of the parts, scalars or arrays >= 0, all of the same order.
         ord: Order of the norms: 1, 2 or inf. None means 2.
 
     Returns:
@@ -176,7 +134,7 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
 
     Raises:
         TypeError: If a norm is not a floating-point number.
-        ValueError: If `ord` is not 1, 2 or inf.
+        ValueError: If `ord` is not 1, 2 or inf, or if a norm that is not traced is negative.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -184,69 +142,31 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
         5.0
     """
     leaves = checked_leaves("norms", norms, real=True).arrays
+    for x in leaves:
+        if not is_traced(x) and x.is_fully_addressable and np.any(np.asarray(x) < 0):
+            hint = "Pass the results of `global_norm` for each part."
+            raise value_error("norms", "at least 0", shortened(norms), hint)
     return norm_of_leaves(leaves, check_ord(ord), None)
 
 
 def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> Scalar:
     """Compute one norm of all leaves."""
-    return unit_norms(list(leaves), tree_units(leaves), ord, axis_name)[0]
+    return group_norms(list(leaves), tree_groups(leaves), ord, axis_name).arrays[0]
 
 
-def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
-    """float32, or float64 if a leaf is float64 or complex128."""
-    return jnp.float64 if any(jnp.finfo(x.dtype).bits == 64 for x in leaves) else jnp.float32
-
-
-def magnitude(x: Array, dtype: DTypeLike) -> Array:
-    """`|x|` in float32 or float64."""
-    return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
-
-
-def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> Array:
-    """Reduce the given axes with `keepdims=True`; return a scalar if these are all axes."""
-    return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
-
-
-def squares(x: Array, dtype: DTypeLike, scale: float | Array = SCALE) -> Array:
-    """Return `(scale * |x|)^2`."""
-    # XLA rewrites the product to `x^2 * scale^2`, which overflows above 1.8e19, if `scale` is a
-    # constant or a broadcast scalar. The barrier hides the constant. (Alternatives in JAX 0.10.2: a
-    # minimum between the products prevents XLA on GPU from fusing them with the backward pass,
-    # which moves 7 % more bytes for PPO; LLVM also rewrites `x * (x * scale^2)`.)
-    scale = fusion_barrier(jnp.asarray(scale, dtype)) if isinstance(scale, float) else scale
-    x = magnitude(x, dtype) if jnp.iscomplexobj(x) else x.astype(dtype)
-    return jnp.square(x * scale)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def sum_of_squares(
-    x: Array, axes: Sequence[int], dtype: DTypeLike, scale: float | Array = SCALE
-) -> Array:
-    """Return `sum((scale * |x|)^2)` over the given axes; see `reduce_axes`."""
-    return reduce_axes(jnp.sum, squares(x, dtype, scale), axes)
-
-
-@jax.jit
-def norm_of_squares(total: Array, scale: float | Array = SCALE) -> Array:
-    """Compute a norm from a sum of `squares`."""
-    return jnp.sqrt(total) / scale
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisName) -> Norms:
-    """Compute all norms with a single all-reduce, and read each large leaf once."""
-    dtype = norm_dtype(leaves)
-    if units.axes is None:  # the norms of slices of a stack would have to be separated again
-        units, (leaves,), _ = stack_small(units, leaves)
-    total = functools.partial(totals, units=units, axis_name=axis_name)
+def group_norms(
+    leaves: list[Array], groups: NormGroups, ord: float, axis_name: AxisName
+) -> PerGroup:
+    """Compute the norm of each group with at most one all-reduce, and read each leaf once."""
     if ord == 2:
-        once = fusion_barrier(jnp.asarray(SCALE, dtype))
-        sums = total(functools.partial(sum_of_squares, dtype=dtype, scale=once), leaves)
-        # XLA:CPU would repeat a division by a constant in every kernel that reads the norm.
-        return map_arrays(functools.partial(norm_of_squares, scale=once), sums)
+        return _l2_norms(leaves, groups, axis_name)
+    stacked = groups
+    if groups.axes is None:
+        _, stacked, (leaves,) = stack_small(groups, leaves)
+    dtype = norm_dtype(leaves)
 
-    def of_leaf(x: Array, axes: Axes) -> Array:
+    def terms(x: Array, axes: Axes) -> Array:
         sizes = magnitude(x, dtype)
         if ord == 1:
             return reduce_axes(jnp.sum, sizes, axes)
@@ -254,120 +174,64 @@ def unit_norms(leaves: list[Array], units: Units, ord: float, axis_name: AxisNam
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
         return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
 
-    return total(of_leaf, leaves, is_sum=ord == 1)
+    norms = reduce_groups(terms, leaves, groups=stacked, axis_name=axis_name, is_sum=ord == 1)
+    return PerGroup(norms, groups)
 
 
-@unit_norms.defjvp
-def _unit_norms_jvp(
-    units: Units, ord: float, axis_name: AxisName, primals: Tree, tangents: Tree
-) -> tuple[Norms, Norms]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _l2_norms(leaves: list[Array], groups: NormGroups, axis_name: AxisName) -> PerGroup:
+    """Compute the L2 norm of each group."""
+    stacked, dtype = groups, norm_dtype(leaves)
+    if groups.axes is None:  # the norms of slices of a stack would have to be separated again
+        _, stacked, (leaves,) = stack_small(groups, leaves)
+    terms = functools.partial(sum_of_squares, dtype=dtype)
+    sums = reduce_groups(terms, leaves, groups=stacked, axis_name=axis_name)
+    return PerGroup(sums, groups).map(jnp.sqrt)
+
+
+@_l2_norms.defjvp
+def _l2_norms_jvp(
+    groups: NormGroups, axis_name: AxisName, primals: Tree, tangents: Tree
+) -> tuple[PerGroup, PerGroup]:
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
-    norms, dtype = unit_norms(leaves, units, ord, axis_name), norm_dtype(leaves)
-    total = functools.partial(totals, units=units, axis_name=axis_name)
+    norms, dtype = _l2_norms(leaves, groups, axis_name), norm_dtype(leaves)
+    by_leaf = [norms.arrays[i or 0] for i in groups.index]  # any norm for a leaf without a group
 
-    def by_leaf(values: Norms) -> Norms:  # a leaf without a norm receives any value
-        return [values[i or 0] for i in units.entries]
-
-    def num_largest(x: Array, axes: Axes, norm: Array) -> Array:
-        return reduce_axes(jnp.sum, (magnitude(x, dtype) == norm).astype(dtype), axes)
-
-    ties = total(num_largest, leaves, by_leaf(norms)) if math.isinf(ord) else norms
-
-    def along(x: Array, axes: Axes, norm: Array, ties: Array, direction: Array) -> Array:
+    def along(x: Array, axes: Axes, norm: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)
-        x, is_regular = x.astype(wide), (norm > 0) & jnp.isfinite(norm)
-        if ord == 2:
-            slope = x / jnp.where(is_regular, norm, 1).astype(wide)
-        else:
-            slope = jnp.sign(x)
-            if math.isinf(ord):
-                slope *= ((jnp.abs(x) == norm) / jnp.maximum(ties, 1)).astype(wide)
+        is_regular = (norm > 0) & jnp.isfinite(norm)
+        slope = x.astype(wide) / jnp.where(is_regular, norm, 1).astype(wide)
         product = jnp.conj(jnp.where(is_regular, slope, 0)) * direction.astype(wide)
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
-    return norms, total(along, leaves, by_leaf(norms), by_leaf(ties), directions)
+    columns = leaves, by_leaf, directions
+    return norms, PerGroup(
+        reduce_groups(along, *columns, groups=groups, axis_name=axis_name), groups
+    )
 
 
-def unit_sizes(norms: Norms, leaves: list[Array], units: Units, axis_name: AxisName) -> Norms:
-    """Convert the norms of all units to root mean squares if `units.is_rms`."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def sum_of_squares(x: Array, axes: Sequence[int], dtype: DTypeLike) -> Array:
+    """Return `sum(|x|^2)` over the given axes; see `reduce_axes`."""
+    return reduce_axes(jnp.sum, squares(x, dtype), axes)
 
-    def mean(norm: Array, x: Array, axes: Axes) -> Array:
+
+def squares(x: Array, dtype: DTypeLike) -> Array:
+    """Return `|x|^2` in float32 or float64."""
+    return jnp.square(magnitude(x, dtype) if jnp.iscomplexobj(x) else x.astype(dtype))
+
+
+def magnitude(x: Array, dtype: DTypeLike) -> Array:
+    """Return `|x|` in float32 or float64."""
+    return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
+
+
+def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:
+    """Divide the norm of each slice of each leaf by the root of its number of elements."""
+    roots: list[Array] = []
+    for x, axes, norm in zip(leaves, norms.groups.axes_of(leaves), norms.arrays, strict=True):
         num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
-        root = math.sqrt(max(num_shards * math.prod(x.shape[i] for i in axes), 1))
-        # XLA:CPU would repeat a division by a constant in every kernel that reads the result.
-        return norm / fusion_barrier(jnp.asarray(root, norm.dtype))
-
-    return list(map(mean, norms, leaves, units.axes or ())) if units.is_rms else norms
-
-
-def stack_small(
-    units: Units, *columns: Sequence[Array]
-) -> tuple[Units, list[list[Array]], HostArray | slice]:
-    """Stack small leaves that contribute to the same norm, or that have a norm for each slice.
-
-    Returns the units of the stacks, the stacks of each column, and the index that sorts the norms
-    of slices in the order of the leaves.
-    """
-    leaves = columns[0]
-    sizes = (i if x.size > MAX_STACKED_SIZE else None for i, x in enumerate(leaves))
-    labels = list(zip(units.axes or units.entries, sizes, strict=True))
-    groups = groups_of_type(*columns, labels=labels)
-    stacks = [[stack([x[i] for i in group]) for group in groups] for x in columns]
-    if units.axes is None:
-        entries = tuple(units.entries[group[0]] for group in groups)
-        return units._replace(entries=entries), stacks, slice(None)
-    axes = [tuple(a + (len(group) > 1) for a in units.axes[group[0]]) for group in groups]
-    counts = list(map(num_slices, leaves, units.axes))
-    rows = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-    order = np.argsort([row for group in groups for i in group for row in rows[i]])
-    return slice_units(axes, is_local=units.is_local), stacks, order
-
-
-def rows_of_sums(
-    terms: Callable[..., Array], *columns: Sequence[Array], units: Units, axis_name: AxisName
-) -> Array:
-    """Compute sums like `totals`, with small leaves as stacks; return a row for each norm.
-
-    `terms(leaf, axes, *columns)` returns rows of two sums.
-    """
-    stacked, stacks, order = stack_small(units, *columns)
-    rows = totals(terms, *stacks, units=stacked, axis_name=axis_name)
-    zeros = jnp.zeros((1, 2), norm_dtype(columns[0]))  # of a unit without leaves
-    return jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])[order]
-
-
-def totals(
-    terms: Callable[..., Array],
-    leaves: Sequence[Array],
-    *columns: Sequence[Array],
-    units: Units,
-    axis_name: AxisName,
-    is_sum: bool = True,
-) -> Norms:
-    """Compute the sum or the maximum over the leaves that share each norm, with one all-reduce.
-
-    `terms(leaf, axes, *columns)` is the contribution of a leaf to its unit.
-    """
-    shards = [shard_axes(x, () if units.is_local else axis_name) for x in leaves]
-    everywhere = frozenset[str]().union(*shards)
-    axes = units.axes or [tuple(range(x.ndim)) for x in leaves]
-    parts: list[list[Array]] = [[] for _ in range(units.size)]
-    rows = zip(units.entries, shards, map(terms, leaves, axes, *columns), strict=True)
-    for i, shard, part in rows:
-        if i is not None:  # count a replicated leaf once
-            is_repeated = is_sum and shard != everywhere
-            parts[i].append(part / replica_count(shard, everywhere) if is_repeated else part)
-    zero = jnp.zeros((), norm_dtype(leaves))
-    entries = [joined(of_unit or [zero], is_sum=is_sum) for of_unit in parts]
-    if not everywhere:
-        return entries
-    vector = jnp.concatenate([x.reshape(-1) for x in entries])
-    vector = sum_over(vector, everywhere) if is_sum else max_over(vector, everywhere)
-    return split(vector, entries)
-
-
-def split(vector: Array, like: Sequence[Array]) -> list[Array]:
-    """Split a vector into parts with the shapes of the given arrays."""
-    parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
-    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=False)]
+        size = num_shards * math.prod(x.shape[i] for i in axes)
+        roots.append(jnp.asarray(math.sqrt(max(size, 1)), norm.dtype))
+    return norms.map(jnp.divide, PerGroup(roots, norms.groups))

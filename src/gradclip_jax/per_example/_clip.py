@@ -74,7 +74,7 @@ def value_and_grad(
     | an example with a non-finite norm | every leaf is NaN; contributes 0 with `nonfinite="zero"` |
     | an example of weight 0 or NaN | contributes 0, even if its gradient is NaN |
     | no examples, or only weights of 0 | zeros |
-    | tokens that cancel, or a norm above 1e19 | exact; this example is materialized |
+    | tokens that cancel | exact; this example is materialized |
     | norms and elements outside the range of `global_norm` | non-finite above, 0 below |
 
     Use `microbatched_value_and_grad` if per-example clipping is not needed.
@@ -190,7 +190,7 @@ def norms(
 
     | example | norm |
     | --- | --- |
-    | tokens that cancel, or a norm above 1e19 | exact; this example is materialized |
+    | tokens that cancel | exact; this example is materialized |
     | norms and elements outside the range of `global_norm` | infinite above, 0 below |
     | a gradient with a NaN | NaN; the norms of other examples do not change |
     | an empty batch | an empty vector |

@@ -20,7 +20,6 @@ from .._devices import device_count, fusion_barrier
 from .._types import Array, Scalar
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import is_explicit, sum_over, varying_axes
-from ..norms._norm import SCALE
 from ._factored import Factored, Value, as_wide_array
 from ._gram import norm_of, root, squared_norm, sum_squares
 from ._loss import Outputs, part_of
@@ -127,8 +126,8 @@ class _Groups(NamedTuple):
 
         def measure(grads: list[Value]) -> tuple[list[Array], list[Scalar]]:
             arrays = list(map(as_wide_array, grads))
-            squares = [jnp.stack([sum_squares(x, SCALE)] * 2) for x in arrays]
-            return arrays, [root(x[0], x[0], SCALE) for x in self.total(squares)]
+            squares = [jnp.stack([sum_squares(x)] * 2) for x in arrays]
+            return arrays, [root(x[0], x[0]) for x in self.total(squares)]
 
         def add(index: Array, carry: SumsAndNorms) -> SumsAndNorms:
             sums, norms = carry

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._types import Array, Scalar
-from ..norms._leaves import wide_dtype
-from ..norms._norm import norm_dtype, norm_of_squares, squares, sum_of_squares
+from ..norms._leaves import norm_dtype, wide_dtype
+from ..norms._norm import squares, sum_of_squares
 from ._factored import AxisLabels, Factor, Factored, Term, Value, as_wide_array, einsum
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
@@ -36,27 +36,25 @@ def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
     rounding = _ROUNDING * float(jnp.finfo(total.dtype).eps)
     error = lax.stop_gradient(error)
     is_exact = jnp.isfinite(total) & (error <= (_TOLERANCE - rounding) * total)
-    return root(total, total * (1 + rounding) + error, 1.0), is_exact
+    return root(total, total * (1 + rounding) + error), is_exact
 
 
-def root(total: Array, bound: Array, scale: float) -> Array:
-    """Return the norm `sqrt(bound) / scale`, whose derivative is zero where `total` is zero."""
+def root(total: Array, bound: Array) -> Array:
+    """Return the norm `sqrt(bound)`, whose derivative is zero where `total` is zero."""
     is_positive = total > 0
-    norm = norm_of_squares(jnp.where(is_positive, bound, 1), jnp.asarray(scale, total.dtype))
-    return jnp.where(is_positive, norm, total)
+    return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, bound, 1)), total)
 
 
 def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
     terms = gram_terms(value)
-    return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value), 1.0), zero)
+    return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value)), zero)
 
 
-def sum_squares(x: Array, scale: float) -> Scalar:
-    """Return `sum((scale * |x|)^2)` in float32 or wider."""
-    dtype = norm_dtype([x])
-    return sum_of_squares(x, tuple(range(x.ndim)), dtype, jnp.asarray(scale, dtype))
+def sum_squares(x: Array) -> Scalar:
+    """Return `sum(|x|^2)` in float32 or wider."""
+    return sum_of_squares(x, tuple(range(x.ndim)), norm_dtype([x]))
 
 
 def gram_terms(value: Value) -> list[Term] | None:
@@ -154,7 +152,7 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
     # The square of a number that is not zero may underflow, but must not be zero.
     dtype = norm_dtype([array])
-    each = jnp.maximum(squares(f.array, dtype, jnp.ones((), dtype)), float(jnp.finfo(dtype).tiny))
+    each = jnp.maximum(squares(f.array, dtype), float(jnp.finfo(dtype).tiny))
     sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], (*shared, n))
     # Below 2^10 * `_FLOOR`, the bound includes `_FLOOR`, which exceeds a relative error of 2^-10.
     off = jnp.abs(diagonal - sizes) / jnp.where(sizes > 2**10 * _FLOOR, sizes, 1)

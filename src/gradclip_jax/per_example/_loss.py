@@ -22,7 +22,7 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
 )
-from ..norms._leaves import is_measured, measured_leaves
+from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mesh import vary, varying_axes, zeros_of_type
 from ._evaluate import evaluate
 from ._factored import Value
@@ -87,7 +87,7 @@ class Loss:
             return jnp.asarray(value), (weight, aux)
 
         batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
-        return Examples(value_of, params, measured_leaves(params), batch)
+        return Examples(value_of, params, inexact_leaves(params), batch)
 
 
 def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
@@ -138,7 +138,7 @@ def replace_measured(
 ) -> Tree:
     """Replace the differentiated leaves of a pytree, and apply `other` to all other leaves."""
     leaves = iter(new)
-    return jax.tree.map(lambda x: next(leaves) if is_measured(x) else other(x), tree)
+    return jax.tree.map(lambda x: next(leaves) if is_inexact(x) else other(x), tree)
 
 
 def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable, list[int]]:
@@ -147,7 +147,7 @@ def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable,
         return {None: list(range(len(examples.leaves)))}
     labels = labels_of(param_labels, "params", examples.params)
     pairs = zip(labels, jax.tree.leaves(examples.params), strict=True)
-    of = [label for label, x in pairs if is_measured(x)]
+    of = [label for label, x in pairs if is_inexact(x)]
     return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
 
 

@@ -162,8 +162,11 @@ class Accumulation(NamedTuple):
     def _add_loss(self, loss: WeightedSum, batch: MicroBatch, is_added: Scalar) -> WeightedSum:
         """Add the loss of a micro-batch, if there is one."""
         name, value = loss_argument(batch.extra_args)
-        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        if value is None:
             return loss
+        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+            hint = "Pass the mean loss of the micro-batch, of shape ()."
+            raise type_error(name, "a real scalar", describe(value), hint)
         value = jnp.asarray(value)
         check_equal_on_devices(name, value, varying_axes(loss.total), name)
         return loss.add(value.astype(jnp.float32), batch.weight, is_added)
@@ -182,7 +185,7 @@ class Accumulation(NamedTuple):
             gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
-        if is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        if value is not None:
             extra_args[name] = state.loss.result(self.reduction)
         structure = jax.tree.structure(gradient)
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == structure:

@@ -126,6 +126,9 @@ def wrap(
     wrapper: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    if isinstance(wrapper, Guard):
+        arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
+        check_guard_arguments(inner, *arguments)
     update = inner.update
     if not isinstance(update, WrapperUpdate):
         update = WrapperUpdate(optax.with_extra_args_support(inner))
@@ -134,8 +137,6 @@ def wrap(
             _raise_of_two_accumulations()
         update = dataclasses.replace(update, accumulation=wrapper)
     else:
-        arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
-        check_guard_arguments(inner, *arguments)
         field = "outer" if update.accumulation else "guards"
         update = dataclasses.replace(update, **{field: (wrapper, *getattr(update, field))})
     return optax.GradientTransformationExtraArgs(update.init, update)
@@ -280,6 +281,7 @@ def _execute(
     """
     with named(update.name):
         check_state(state, WrapperState)
+        _check_guards(update, state)
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
@@ -304,7 +306,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     is_weighted = batch.weight != 0
     given = batch.extra_args | {"weight": batch.weight}
     outer = update.outer, state.outer
-    grads, received = _receive(*outer, call.grads, call.params, given, is_weighted)
+    grads, received = _receive(*outer, call.grads, call.params, given, is_weighted, True)
     is_accepted = ~jnp.asarray(any_of(received.rejections))
 
     with named(accumulation.name):
@@ -322,8 +324,10 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
         return (output, report), (total, carry)
 
     start = window.gradient.total, carry
+    # Without a weight or a guard, each micro-batch is known to close a window of one.
+    is_known = not (has_sum or update.outer or "weight" in extra_args)
     # If the window stays open, the updates are zeros, and no guard rejects.
-    (output, report), (total, carry) = run_step(closes & has_weight, step, start)
+    (output, report), (total, carry) = run_step(is_known or closes & has_weight, step, start)
     window = window._replace(gradient=window.gradient._replace(total=total))
 
     is_rejected = jnp.asarray(any_of(report.rejections))
@@ -354,6 +358,7 @@ def _receive(
     params: Tree,
     extra_args: ExtraArgs,
     is_checked: Scalar | bool = True,
+    is_micro_batch: bool = False,
 ) -> tuple[Tree, _Report]:
     """Pass a gradient through guards, which unscale, mask and check it.
 
@@ -366,7 +371,8 @@ def _receive(
         with named(guard.name):
             grads = guard.receive(grads, state.rule_state, params)
             norms.append(guard.norm(grads))
-            rejections, seen = guard.check(grads, norms[-1], state.rule_state, params, extra_args)
+            check = (is_micro_batch and guard.check_micro_batch) or guard.check
+            rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
         found.append({cause: flag & is_checked for cause, flag in rejections.items()})
         observed.append(seen)
     norm = norms[0].astype(jnp.float32) if norms else None
@@ -436,6 +442,14 @@ def _run_inner(
         return call.update.inner.update(grads, state, params, **extra_args)
 
     updates, after = run(grads, state)
+    if jax.tree.structure(after) != jax.tree.structure(state):
+        got = f"{jax.tree.structure(state)} instead of {jax.tree.structure(after)}"
+        hint = (
+            "If a checkpoint contains lists instead of tuples, restore its leaves into the "
+            "structure of `tx.init(params)` with `jax.tree.unflatten`."
+        )
+        rule = "a state whose structure the inner transformation keeps, with tuples and no lists"
+        raise type_error("state", rule, got, hint)
     is_identity = updates is grads and not jax.tree.leaves(state)
     if is_identity or is_only_clips(state):
         warnings.warn(
@@ -527,6 +541,15 @@ def _init_guard(guard: Guard, params: Tree) -> GuardState:
     """Return the initial state of a guard, in which each array has its own buffer."""
     counts = {cause: jnp.zeros((), jnp.int32) for cause in guard.causes}
     return GuardState(counts, jax.tree.map(jnp.array, guard.init(params_of(params))))
+
+
+def _check_guards(update: WrapperUpdate, state: WrapperState) -> None:
+    """Raise if a state belongs to other guards."""
+    expected = [[set(guard.causes) for guard in guards] for guards in (update.outer, update.guards)]
+    found = [[set(guard.skipped) for guard in guards] for guards in (state.outer, state.guards)]
+    if found != expected:
+        hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+        raise type_error("state", "the state of these guards", f"that of guards {found}", hint)
 
 
 def _check_nesting(

@@ -13,9 +13,9 @@ from jax import lax
 from .._checks import check_count, check_transformation, describe, is_scalar
 from .._errors import type_error, value_error
 from .._types import AxisName, Count, Scalar, Tree
-from ..norms._leaves import measured_leaves
+from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
-from ..norms._mesh import shard_axes
+from ..norms._mesh import check_axis_name, shard_axes
 from ..norms._norm import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
@@ -36,6 +36,8 @@ class Guard(NamedTuple):
         causes: Names of the causes for which the guard rejects a step.
         check: Function `(grads, norm, rule_state, params, extra_args) -> (rejections, observed)`
             that checks a gradient, whose norm is `norm`; `observed` is a pytree for `advance`.
+        check_micro_batch: As `check`, for a micro-batch that is added to an accumulation inside the
+            guard; None to use `check`.
         init: Function `params -> rule_state` that returns the state of the guard itself.
         advance: Function `(rule_state, observed, skipped) -> rule_state`. It is used after a step
             that this guard skips, and after one that no guard rejects.
@@ -55,6 +57,7 @@ class Guard(NamedTuple):
     name: str
     causes: tuple[str, ...]
     check: Callable[..., tuple[Rejections, Tree]]
+    check_micro_batch: Callable[..., tuple[Rejections, Tree]] | None = None
     init: Callable[[Tree], Tree] = lambda params: ()
     advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
     unscale: Callable[[Tree, Tree], Tree] = lambda grads, rule_state: grads
@@ -71,7 +74,7 @@ class Guard(NamedTuple):
 
     def norm(self, grads: Tree) -> Scalar:
         """Return the norm of a gradient on all devices."""
-        return norm_of_leaves(measured_leaves(grads), 2.0, self.axis_name)
+        return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
 
 
 def check_guard_arguments(
@@ -79,6 +82,7 @@ def check_guard_arguments(
 ) -> None:
     """Raise if an argument that all guards and `watch` share is invalid."""
     check_transformation("inner", inner)
+    check_axis_name(axis_name)
     if axis_name == ():
         rule = "None or the names of mapped axes, because all devices must decide alike"
         raise value_error("axis_name", rule, "()", "Pass the axes over which leaves are sharded.")

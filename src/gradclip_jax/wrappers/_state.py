@@ -114,7 +114,14 @@ def outcome_of(state: Tree) -> Scalar:
     """
     kinds = WrapperState, optax.MultiStepsState, optax.ApplyIfFiniteState
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    found = [_outcome_of_node(node) for node in nodes if isinstance(node, kinds)]
+    found = [x.outcome if isinstance(x, WrapperState) else x for x in nodes if isinstance(x, kinds)]
+    return _combined_outcome(found)
+
+
+@jax.jit  # outside jit, constants would be transferred to the device one by one
+def _combined_outcome(nodes: list[Tree]) -> Array:
+    """Combine outcomes, and those of the states of `optax.MultiSteps` and `apply_if_finite`."""
+    found = [node if isinstance(node, jax.Array) else _outcome_of_optax(node) for node in nodes]
     outcome = found[0] if found else jnp.int32(int(Outcome.APPLIED))
     for other in found[1:]:
         outcome |= other
@@ -123,10 +130,8 @@ def outcome_of(state: Tree) -> Scalar:
     return outcome
 
 
-def _outcome_of_node(node: Tree) -> Array:
-    """Return the outcome of a state of a guard or accumulation of this package or of Optax."""
-    if isinstance(node, WrapperState):
-        return jnp.asarray(node.outcome)
+def _outcome_of_optax(node: Tree) -> Array:
+    """Return the outcome of a state of `optax.MultiSteps` or `optax.apply_if_finite`."""
     if isinstance(node, optax.MultiStepsState):
         is_closed = (jnp.asarray(node.mini_step) == 0) & (jnp.asarray(node.gradient_step) > 0)
         ran, other = outcome_of(node.inner_opt_state), Outcome.ACCUMULATED
@@ -171,4 +176,10 @@ def has_updated(state: Tree) -> Array:
         2
     """
     check_no_transformation(state)
-    return outcome_of(plain_arrays(state)) & int(Outcome.APPLIED) != 0
+    return is_applied(outcome_of(plain_arrays(state)))
+
+
+@jax.jit
+def is_applied(outcome: Array) -> Array:
+    """Return whether an outcome contains `APPLIED`."""
+    return outcome & int(Outcome.APPLIED) != 0

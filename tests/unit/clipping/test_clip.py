@@ -185,7 +185,7 @@ def test_a_clip_under_plain_inject_hyperparams_does_what_it_does_alone(make):
         chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e20, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [1.0, 1e18, math.inf, math.nan])
 def test_zero_nans_after_a_reaction_of_zero_drops_every_large_or_nonfinite_gradient(scale):
     clip = optax.chain(gcx.clip_by_norm(6.0, reaction="zero"), optax.zero_nans())
     grads = scale * jnp.float32([3.0, 4.0, 12.0])
@@ -199,10 +199,10 @@ def test_zero_nans_after_a_reaction_of_zero_drops_every_large_or_nonfinite_gradi
 
 EPS = float(np.finfo(np.float32).eps)
 
-# Numbers within the range of invariant 4, elements from 3e-17 and norms up to 4e21.
-sizes = st.floats(2.0**-54, 2.0**68, width=32) | st.floats(2.0**-10, 4.0, width=32)
+# Numbers within the range of invariant 4, elements from 1e-18 and norms up to 1.8e19.
+sizes = st.floats(2.0**-59, 2.0**62, width=32) | st.floats(2.0**-10, 4.0, width=32)
 numbers = sizes | sizes.map(lambda x: -x) | st.sampled_from([0.0, 1.0, -1.0])
-thresholds = st.floats(2.0**-50, 2.0**66, width=32)
+thresholds = st.floats(2.0**-50, 2.0**60, width=32)
 
 
 def vectors(shape):

@@ -75,9 +75,11 @@ def test_kept_leaf_is_unchanged_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scaled_norm_is_at_most_the_threshold_in_every_dtype(dtype):
-    """Invariant 3, down to where all results are subnormal."""
+    """Invariant 3, up to the rounding of subnormal numbers."""
     largest = float(jnp.finfo(dtype).max)
     bound = 1 + 2 * oracles.eps(dtype)
+    step = float(jnp.finfo(dtype).tiny) * oracles.eps(dtype)
+    subnormal = 0 if dtype in ("float32", "complex64") else step * 2_000**0.5
     scale = jax.jit(scale_from)
     for spread in (1.0, 1e-3):
         base = np.random.default_rng(0).standard_normal(2_000) * spread
@@ -86,7 +88,7 @@ def test_scaled_norm_is_at_most_the_threshold_in_every_dtype(dtype):
         for ratio in (0.9999, 0.5, 1 / 3, 1e-2, 1e-4, 1e-6, 1e-9):
             scaled = np.asarray(scale(jnp.asarray(x), jnp.float32(norm), jnp.float32(norm * ratio)))
             assert scaled.dtype == x.dtype
-            assert oracles.vector_norm(scaled) <= norm * ratio * bound, (spread, ratio)
+            assert oracles.vector_norm(scaled) <= norm * ratio * bound + subnormal, (spread, ratio)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -98,11 +100,9 @@ def test_scaling_rounds_once(dtype):
     once = (np.asarray(x).astype(np.float32) * factor).astype(np.dtype(dtype))
     normal = np.abs(exact) >= float(jnp.finfo(dtype).tiny)
     np.testing.assert_array_equal(oracles.wide(scaled)[normal], oracles.wide(once)[normal])
-    # Among subnormal numbers toward zero, and there by less than one step.
-    step = float(jnp.finfo(dtype).tiny) * oracles.eps(dtype)
+    step = float(jnp.finfo(dtype).tiny) * oracles.eps(dtype)  # of subnormal numbers
     below = oracles.wide(scaled)[~normal]
-    assert (np.abs(below) <= np.abs(exact[~normal])).all()
-    assert (np.abs(below - exact[~normal]) < step).all()
+    assert (np.abs(below - exact[~normal]) <= step / 2).all()
 
 
 def test_poisoned_leaf_is_nan_even_where_it_is_zero():

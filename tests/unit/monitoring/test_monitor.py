@@ -170,7 +170,7 @@ def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, res
     monitor, checkpoint = gcx.Monitor(PARAMS, log=path), train(TX.init(PARAMS), 0, 12)
     monitor.read(checkpoint), monitor.read(train(checkpoint, 12, 24))
     if restarts:
-        monitor = gcx.Monitor(PARAMS, log=path)
+        monitor = gcx.Monitor(PARAMS, log=path, resume=True)
     report = monitor.read(train(checkpoint, 12, 20, seed=1))
     assert (report.step, report.rows.step.tolist()) == (20, list(range(12, 20)))
     state = train(checkpoint, 12, 28, seed=1)
@@ -196,7 +196,7 @@ def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp
     path, early = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 40)
     line = {"outcome": "applied", "loss": 1.0}
     path.write_text("".join(json.dumps({"step": i} | line) + "\n" for i in range(2000)))
-    monitor = gcx.Monitor(PARAMS, log=path)
+    monitor = gcx.Monitor(PARAMS, log=path, resume=True)
     report = monitor.read(train(early, 40, 44))
     assert report.rows.step.tolist() == list(range(28, 44)) and report.lost_rows == 0
     assert read_log(path).rows.loss[-16:].tolist() == list(range(72, 56, -1))
@@ -217,7 +217,7 @@ def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     gcx.Monitor(PARAMS, log=path).read(state)
     with path.open("a") as file:
         file.write('{"step": 16, "lo')  # the process was killed
-    monitor = gcx.Monitor(PARAMS, log=path)
+    monitor = gcx.Monitor(PARAMS, log=path, resume=True)
     assert [x.step for x in monitor.incidents] == [3] and monitor.report.step == 16
     report = monitor.read(train(state, 16, 20))
     assert report.rows.step.tolist() == [16, 17, 18, 19] and report.lost_rows == 0

@@ -1,0 +1,228 @@
+"""Norm groups, which are sets of elements that share a norm, and one number for each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._devices import (
+    MAX_STACKED_SIZE,
+    broadcast_scalar,
+    map_arrays,
+    reduce_arrays,
+    stackable,
+    tree_reduce,
+)
+from .._types import Array, AxisName, Scalar, Tree
+from ._leaves import norm_dtype
+from ._mesh import max_over, replica_count, replicated, reshard_like, shard_axes, sum_over
+
+Axes: TypeAlias = tuple[int, ...]
+
+
+class NormGroups(NamedTuple):
+    """Which elements of the inexact leaves of a tree share a norm.
+
+    Attributes:
+        index: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf belongs
+            to no group.
+        size: Number of arrays in `PerGroup.arrays`.
+        labels: Labels of groups of leaves.
+        axes: For each leaf, the axes over which one norm is computed, if each slice of a leaf is a
+            group. None if all groups consist of whole leaves.
+        is_local: Whether norms are computed without communication inside `shard_map`.
+        is_rms: Whether thresholds limit root mean squares instead of norms.
+    """
+
+    index: tuple[int | None, ...]
+    size: int
+    labels: tuple[Hashable, ...] = ()
+    axes: tuple[Axes, ...] | None = None
+    is_local: bool = False
+    is_rms: bool = False
+
+    def axes_of(self, leaves: Sequence[Array]) -> Sequence[Axes]:
+        """Return the axes of each leaf over which one norm is computed."""
+        return [tuple(range(x.ndim)) for x in leaves] if self.axes is None else self.axes
+
+    def count(self, leaves: Sequence[Array]) -> int:
+        """Return the number of norm groups of a tree with these inexact leaves."""
+        if self.axes is None:
+            return self.size
+        return sum(map(num_slices, leaves, self.axes))
+
+
+def tree_groups(leaves: Sequence[Array], tree: Tree = None) -> NormGroups:
+    """Define one norm group with all leaves."""
+    return NormGroups((0,) * len(leaves), 1)
+
+
+def leaf_groups(leaves: Sequence[Array], tree: Tree = None) -> NormGroups:
+    """Define one norm group for each leaf."""
+    return slice_groups([tuple(range(np.ndim(x))) for x in leaves])
+
+
+def slice_groups(
+    axes: Sequence[Axes], *, is_local: bool = False, is_rms: bool = False
+) -> NormGroups:
+    """Define one norm group for each slice of each leaf, such as its layers or rows."""
+    index = tuple(range(len(axes)))
+    return NormGroups(index, len(axes), axes=tuple(axes), is_local=is_local, is_rms=is_rms)
+
+
+def num_slices(x: Array, axes: Axes) -> int:
+    """Return the number of norms of a leaf that is reduced over the given axes."""
+    return math.prod(n for i, n in enumerate(np.shape(x)) if i not in axes)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["groups"])
+@dataclasses.dataclass(frozen=True)
+class PerGroup:
+    """One number for each norm group, such as its norm, threshold or factor.
+
+    Attributes:
+        arrays: One scalar for each group of whole leaves, or for each leaf an array with one number
+            for each slice, which broadcasts against the leaf.
+        groups: The norm groups.
+    """
+
+    arrays: list[Array]
+    groups: NormGroups
+
+    def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
+        """Apply an elementwise function to the numbers of each group.
+
+        All groups share those of `others` that are scalars.
+        """
+        columns = (x.arrays if isinstance(x, PerGroup) else [x] * len(self.arrays) for x in others)
+        return PerGroup(map_arrays(fun, self.arrays, *columns), self.groups)
+
+    def min(self, initial: float) -> Scalar:
+        """Return the smallest number, at most `initial`."""
+        if self.is_scalar:
+            return self.arrays[0]
+        least = functools.partial(jnp.min, initial=initial)
+        return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
+
+    def sum(self) -> Scalar:
+        """Return the sum of all numbers."""
+        if self.is_scalar:
+            return self.arrays[0]
+        return reduce_arrays(jnp.sum, jnp.add, self.arrays or [jnp.zeros(0)])
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether there is one norm group, whose number is a scalar."""
+        return len(self.arrays) == 1 and not self.arrays[0].ndim
+
+    def for_leaves(self, leaves: Sequence[Array]) -> list[Array | None]:
+        """Return the numbers of each leaf, which broadcast against it; None without a group."""
+        index = self.groups.index
+        if len(self.arrays) != 1:
+            return [None if i is None else self.arrays[i] for i in index]
+        numbers = broadcast_scalar(self.arrays[0], leaves)
+        return [None if i is None else x for i, x in zip(index, numbers, strict=True)]
+
+    def by_label(self) -> dict[str, Scalar]:
+        """Return the number of each group with a label."""
+        return dict(zip(map(str, self.groups.labels), self.arrays, strict=False))
+
+    def vector(self) -> Array:
+        """Return all numbers as a vector, or a single number as a scalar."""
+        flat = [replicated(x).reshape(-1) for x in self.arrays] or [jnp.zeros(0)]
+        vector = jnp.concatenate(flat)
+        return vector.reshape(()) if vector.size == 1 else vector
+
+    def with_vector(self, vector: Array) -> PerGroup:
+        """Replace all numbers by those of a vector in the order of `vector()`."""
+        return PerGroup(split(vector, self.arrays), self.groups)
+
+
+def split(vector: Array, like: Sequence[Array]) -> list[Array]:
+    """Split a vector into parts with the shapes and shardings of the given arrays."""
+    parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
+    return [reshard_like(part.reshape(x.shape), x) for part, x in zip(parts, like, strict=False)]
+
+
+def reduce_axes(reduce: Callable[..., Array], x: Array, axes: Sequence[int]) -> Array:
+    """Reduce the given axes with `keepdims=True`; return a scalar if these are all axes."""
+    return reduce(x, axis=tuple(axes), keepdims=len(axes) < x.ndim)
+
+
+def reduce_groups(
+    terms: Callable[..., Array],
+    leaves: Sequence[Array],
+    *columns: Sequence[Array],
+    groups: NormGroups,
+    axis_name: AxisName,
+    is_sum: bool = True,
+) -> list[Array]:
+    """Compute the sum or maximum over the leaves of each norm group, with at most one all-reduce.
+
+    `terms(leaf, axes, *columns)` reduces a leaf over the axes to the terms of its groups.
+    """
+    shards = [shard_axes(x, () if groups.is_local else axis_name) for x in leaves]
+    everywhere = frozenset[str]().union(*shards)
+    parts: list[list[Array]] = [[] for _ in range(groups.size)]
+    terms_of_leaves = map(terms, leaves, groups.axes_of(leaves), *columns)
+    for i, shard, part in zip(groups.index, shards, terms_of_leaves, strict=True):
+        if i is not None:
+            is_repeated = is_sum and shard != everywhere  # count a replicated leaf once
+            parts[i].append(part / replica_count(shard, everywhere) if is_repeated else part)
+    empty = [jnp.zeros((), norm_dtype(leaves))]
+    totals = [tree_reduce(jnp.sum if is_sum else jnp.max, part or empty) for part in parts]
+    if not everywhere:
+        return totals
+    vector = jnp.concatenate([x.reshape(-1) for x in totals])
+    return split((sum_over if is_sum else max_over)(vector, everywhere), totals)
+
+
+def stack_small(
+    groups: NormGroups, *columns: Sequence[Array]
+) -> tuple[list[list[int]], NormGroups, list[list[Array]]]:
+    """Stack small leaves of one type that have the same norm group or the same sliced axes.
+
+    Returns the indices of the leaves in each stack, the norm groups of the stacks, and for each
+    column its stacks.
+    """
+    leaves = columns[0]
+    keys = groups.axes or groups.index
+    large = [i if x.size > MAX_STACKED_SIZE else None for i, x in enumerate(leaves)]
+    members = stackable(*columns, labels=list(zip(keys, large, strict=True)))
+    stacks = [
+        [jnp.stack([x[i] for i in own]) if len(own) > 1 else x[own[0]] for own in members]
+        for x in columns
+    ]
+    if groups.axes is None:
+        index = tuple(groups.index[own[0]] for own in members)
+        return members, groups._replace(index=index), stacks
+    axes = [tuple(a + (len(own) > 1) for a in groups.axes[own[0]]) for own in members]
+    return members, slice_groups(axes, is_local=groups.is_local), stacks
+
+
+def table_of_sums(
+    terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
+) -> Array:
+    """Sum over the leaves of each norm group; return a row of two sums for each group.
+
+    `terms(leaf, axes, *columns)` returns two sums for each slice of a leaf, float[slices, 2].
+    """
+    leaves = columns[0]
+    members, stacked, stacks = stack_small(groups, *columns)
+    rows = reduce_groups(terms, *stacks, groups=stacked, axis_name=axis_name)
+    zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # of a group without leaves
+    table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])
+    if groups.axes is None:
+        return table
+    # The table is in the order of the stacks. Sort it in the order of the leaves.
+    ends = np.cumsum(list(map(num_slices, leaves, groups.axes)))
+    starts = np.concatenate([[0], ends[:-1]]).astype(int)
+    places = [np.arange(starts[i], ends[i]) for own in members for i in own]
+    return table[np.argsort(np.concatenate(places))] if places else table
