@@ -46,7 +46,9 @@ LOSS_AND_GRAD = jax.value_and_grad(loss_fn)
 OPTIMIZER = optax.chain(gcx.clip_by_global_norm(0.5), optax.adam(1e-2))
 # The whole batch is lost, or the whole window: guard outside or inside.
 GUARDED_CALLS = gcx.skip_nonfinite(gcx.accumulate_gradients(OPTIMIZER, 2))
-GUARDED_WINDOWS = gcx.accumulate_gradients(gcx.skip_nonfinite(OPTIMIZER), 2)
+# A guard inside a chain has counts of its own, so the reference has the same chain.
+INSIDE = optax.chain(optax.identity(), gcx.skip_nonfinite(OPTIMIZER))
+GUARDED_WINDOWS = gcx.accumulate_gradients(INSIDE, 2)
 MEAN = optax.stateless(lambda grads, _: lax.pmean(grads, "data"))
 LOCAL_WINDOWS = gcx.accumulate_gradients(optax.chain(MEAN, gcx.skip_nonfinite(OPTIMIZER)), 2)
 

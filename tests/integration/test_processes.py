@@ -58,7 +58,7 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
     texts = [out.read_text() for out in outs]
     assert texts[0] == texts[1]  # bit for bit, or they would drift apart
     seen = json.loads(texts[0])
-    _, action, _, good_step, batch_ids, _ = seen["decision"]
+    _, action, _, good_step, batch_ids, *_ = seen["decision"]
     assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)
