@@ -91,7 +91,7 @@ def test_rows_of_open_windows_are_empty_or_repeated():
         (lambda: optax.sgd(1.0).init(PARAMS), {}, TypeError, "got tuple"),
         (lambda: TX.init({"x": PARAMS["a"], "b": PARAMS["b"]}), {}, ValueError, "other names"),
         (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
-        (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
+        (lambda: TX.init(PARAMS), {"trainable": {"a": True, "b": False}}, ValueError, "trainable"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
         (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
         (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, "one run"),
