@@ -206,13 +206,19 @@ def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> 
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
         rule = f"a function `{name}` with {len(args)} positional parameters and `**extra_args`"
-        if name == "predicate":
-            rule = "a function `(grads, params, **extra_args) -> bool[]`"
+        if name in _SIGNATURES:
+            rule = f"a function `{_SIGNATURES[name]}`"
         got = f"{name}{inspect.signature(fun)}: {error}"
         raise type_error(argument, rule, got, "Change its parameters.") from None
     except ValueError:  # a builtin without a signature
         pass
     return fun(*args, **kwargs)
+
+
+_SIGNATURES = {
+    "predicate": "(grads, params, **extra_args) -> bool[]",
+    "reaction": "(norm, threshold) -> factor",
+}
 
 
 def check_transformation(argument: str, value: object) -> None:
@@ -306,10 +312,8 @@ def broadcast_prefix(
     try:
         return [entries[i] for i in jax.tree.leaves(jax.tree.broadcast(indices, tree))]
     except ValueError as error:  # it describes the first difference
-        rule, hint = (
-            f"a prefix tree of `{like}`",
-            f"Give one entry per leaf or subtree of `{like}`.",
-        )
+        rule, kind = f"a prefix tree of `{like}`", type(tree).__name__
+        hint = f"Give one entry per leaf or subtree of `{like}`, which is a `{kind}`."
         raise type_error(argument, rule, shortened(prefix), hint) from error
 
 

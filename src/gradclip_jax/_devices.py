@@ -169,14 +169,6 @@ def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array])
     return terms[0]
 
 
-def joined(scalars: Sequence[Array], *, is_sum: bool) -> Array:
-    """Return `tree_reduce` of the scalars, by its name before this module was rewritten."""
-    return tree_reduce(jnp.sum if is_sum else jnp.max, scalars)
-
-
-shared = broadcast_scalar
-
-
 def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
     """Return `jnp.stack([total(x), total(y)], -1)` for a sum; on GPU, as one complex sum.
 

@@ -36,7 +36,7 @@ class ClipState(NamedTuple):
         clip_factor: Factor that multiplies the update (the smallest one if several norms are
             clipped).
         clip_fraction: Fraction of the norms that were clipped, between 0 and 1.
-        rules: States of the threshold rules.
+        rules: States of the threshold rules, each in a dictionary by the name of the rule.
     """
 
     grad_norm: Scalar | dict[str, Scalar]

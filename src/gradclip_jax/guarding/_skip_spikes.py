@@ -24,7 +24,7 @@ class SpikeState(NamedTuple):
     Attributes:
         thresholds: Thresholds at the last step for each of "norm" and "loss", float32[]; the
             largest float32 if there is none.
-        rules: State of each threshold rule.
+        rules: State of each threshold rule, in a dictionary by the name of the rule.
     """
 
     thresholds: dict[str, Scalar]

@@ -114,7 +114,3 @@ def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
     if is_complex:
         return jnp.complex128 if bits == 64 else jnp.complex64
     return jnp.float64 if bits == 64 else jnp.float32
-
-
-# The names before this module was rewritten.
-is_measured, measured_leaves, measured_shapes = is_inexact, inexact_leaves, inexact_shapes
