@@ -3,6 +3,7 @@
 Traced values are not checked.
 """
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -60,7 +61,7 @@ def is_scalar(value: object, *kinds: type) -> bool:
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
     dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return any(map(functools.partial(jnp.issubdtype, dtype), kinds))
 
 
 def is_array_like(value: object) -> bool:

@@ -67,8 +67,13 @@ def _checked_factor(factor: Any, norm: Array) -> Array:
 
 
 @jax.jit
-def scale_leaf(x: Array, factor: Array) -> Array:
-    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`."""
+def scale_leaf(x: Array, factor: Array | None) -> Array:
+    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`.
+
+    A leaf without a norm has no factor and remains unchanged.
+    """
+    if factor is None:
+        return x
     if wide_dtype(x.dtype, factor.dtype) != x.dtype:
         # Without the barrier, XLA keeps the float32 copy that was made to compute the norm.
         x = fusion_barrier(x)

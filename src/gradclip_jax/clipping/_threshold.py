@@ -244,7 +244,8 @@ def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tup
         rule = "a rule that returns a threshold and the next state"
         raise type_error(argument, rule, describe(result), "Return a tuple from `Rule.update`.")
     threshold, proposed = result
-    is_real = any(jnp.issubdtype(dtype_of(threshold), x) for x in (jnp.floating, jnp.integer))
+    dtype = dtype_of(threshold)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real or np.shape(threshold) not in ((), norm.shape):
         rule = f"a rule that returns a threshold like {describe(norm)}"
         raise type_error(argument, rule, describe(threshold), hint)
