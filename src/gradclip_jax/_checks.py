@@ -242,8 +242,7 @@ def check_no_transformation(state: object) -> None:
 def check_not_donated(state: object) -> None:
     """Raise if the arrays of a state were donated to an earlier step."""
     first = next(iter(jax.tree.leaves(state)), None)
-    is_array = isinstance(first, jax.Array) and not is_traced(first)
-    if is_array and first.is_deleted():
+    if isinstance(first, jax.Array) and not is_traced(first) and first.is_deleted():
         hint = "Use the state that the step returned."
         raise value_error("state", "a state that was not donated", "a donated one", hint)
 

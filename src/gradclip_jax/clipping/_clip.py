@@ -204,7 +204,7 @@ def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
 @functools.partial(jax.jit, static_argnums=4)
 def _metrics(
     total: Scalar, norms: PerGroup, thresholds: PerGroup, factors: PerGroup, axis_name: AxisName
-) -> tuple[Any, Any, Any, Scalar]:
+) -> Tree:
     """Return norm, threshold and factor of all groups or of each label, and the fraction below 1.
 
     The threshold and the factor of all groups are the smallest ones.
@@ -222,10 +222,11 @@ def _metrics(
     for x, axes in zip(factors.arrays, shards, strict=True):
         size += x.size * replica_count(frozenset(), axes)
     fraction = sum_over(is_clipped.sum(), everywhere) / max(size, 1)
+    metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
-        total, bound, factor = norms.by_label(), bounds.by_label(), factors.by_label()
-    return optax.tree.cast((total, bound, factor, fraction), jnp.float32)
+        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
+    return optax.tree.cast(metrics, jnp.float32)
 
 
 def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:

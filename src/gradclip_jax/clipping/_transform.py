@@ -426,8 +426,8 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        max_norm = check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
-        rule = capped(rule, max_norm)
+        hint = "The paper uses 1; pass None for no bound."
+        rule = capped(rule, check_number("max_norm", max_norm, hint))
     return norm_clip("max_norm", rule, axis_name=axis_name)
 
 

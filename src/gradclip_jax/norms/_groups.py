@@ -33,8 +33,8 @@ class NormGroups(NamedTuple):
     """Which elements of the inexact leaves of a tree share a norm.
 
     Attributes:
-        index: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf belongs
-            to no group.
+        group_of_leaf: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf
+            belongs to no group.
         size: Number of arrays in `PerGroup.arrays`.
         labels: Labels of groups of leaves.
         axes: For each leaf, the axes over which one norm is computed, if each slice of a leaf is a
@@ -43,7 +43,7 @@ class NormGroups(NamedTuple):
         is_rms: Whether thresholds limit root mean squares instead of norms.
     """
 
-    index: tuple[int | None, ...]
+    group_of_leaf: tuple[int | None, ...]
     size: int
     labels: tuple[Hashable, ...] = ()
     axes: tuple[Axes, ...] | None = None
@@ -120,14 +120,17 @@ class PerGroup:
         """Whether there is one norm group, whose number is a scalar."""
         return len(self.arrays) == 1 and not self.arrays[0].ndim
 
-    def for_leaves(self, leaves: Sequence[Array]) -> list[Array | None]:
+    def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
         """Return the numbers of each leaf, which broadcast against it; None without a group."""
         if len(self.arrays) != 1:
-            return [None if i is None else self.arrays[i] for i in self.groups.index]
+            return [None if i is None else self.arrays[i] for i in self.groups.group_of_leaf]
         numbers = broadcast_scalar(self.arrays[0], leaves)
-        if None not in self.groups.index:
+        if None not in self.groups.group_of_leaf:
             return numbers
-        return [None if i is None else x for i, x in zip(self.groups.index, numbers, strict=True)]
+        return [
+            None if i is None else x
+            for i, x in zip(self.groups.group_of_leaf, numbers, strict=True)
+        ]
 
     def by_label(self) -> dict[str, Scalar]:
         """Return the number of each group with a label."""
@@ -171,7 +174,9 @@ def reduce_groups(
     shards = list(map(functools.partial(shard_axes, axis_name=over), leaves))
     everywhere = frozenset[str]().union(*shards)
     parts: dict[int | None, list[Array]] = collections.defaultdict(list)
-    for i, (group, x, *others) in enumerate(zip(groups.index, leaves, *columns, strict=True)):
+    for i, (group, x, *others) in enumerate(
+        zip(groups.group_of_leaf, leaves, *columns, strict=True)
+    ):
         part = terms(x, groups.axes[i] if groups.axes else tuple(range(x.ndim)), *others)
         is_repeated = is_sum and shards[i] != everywhere  # count a replicated leaf once
         parts[group].append(part / replica_count(shards[i], everywhere) if is_repeated else part)
@@ -192,12 +197,12 @@ def stack_small(
     Returns the indices of the leaves in each stack, the norm groups of the stacks, and for each
     column its stacks.
     """
-    labels = groups.axes or groups.index
+    labels = groups.axes or groups.group_of_leaf
     members = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
     stacks = [stack(x, members) for x in columns]
     if groups.axes is None:
-        index = tuple(groups.index[own[0]] for own in members)
-        return members, groups._replace(index=index), stacks
+        group_of_leaf = tuple(groups.group_of_leaf[own[0]] for own in members)
+        return members, groups._replace(group_of_leaf=group_of_leaf), stacks
     axes = [tuple(a + (len(own) > 1) for a in groups.axes[own[0]]) for own in members]
     return members, slice_groups(axes, is_local=groups.is_local), stacks
 

@@ -13,7 +13,7 @@ from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
-from ..clipping._formula import factor_of
+from ..clipping._formula import Reaction, factor_of
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import check_axis_name, shard_axes, sum_over, varying_axes
 from ._clipped_sum import sums_and_norms
@@ -51,7 +51,7 @@ def value_and_grad(
     has_aux: bool = False,
     has_weight: bool = False,
     param_labels: Labels | None = None,
-    reaction: str | Callable[[Array, Array], Array] = "scale",
+    reaction: Reaction = "scale",
     reduction: str = "mean",
     nonfinite: str = "propagate",
     num_microbatches: int = 1,
@@ -255,7 +255,7 @@ class _Clip(NamedTuple):
 
     groups: dict[Hashable, list[int]]
     thresholds: Mapping[Hashable, Number]
-    reaction: str | Callable[[Array, Array], Array]
+    reaction: Reaction
     drops: bool
 
     def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
