@@ -43,7 +43,8 @@ PAGES = {
     ),
     "guarding": (
         "# Guarding\n\nThe guide is [Guards](../guarding.md).",
-        "skip_nonfinite skip_spikes skip_if SkipRule dynamic_loss_scale scale_loss",
+        "skip_nonfinite skip_spikes skip_if SkipRule raise_if_failed dynamic_loss_scale"
+        " scale_loss",
     ),
     "per_example": (
         "# Per example\n\nThe guide is [Per-example gradients](../per_example.md).",

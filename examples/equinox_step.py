@@ -50,7 +50,7 @@ def main():
     told = gcx.metrics(state)
     print(
         f"equinox: loss {first_loss:.4f} -> {loss:.4f} in {told['gradient_step']} optimizer steps "
-        f"of {EVERY} micro-batches; last gradient norm {told['gradient_norm']:.4f}"
+        f"of {EVERY} micro-batches; last gradient norm {told['grad_norm']:.4f}"
     )
 
 
