@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_count, check_number, is_traced, listed, shortened
+from .._checks import check_callable, check_count, check_number, is_traced, listed, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
@@ -74,6 +74,11 @@ class Monitor:
         trainable: As in `watch`.
         taps: As in `watch`.
         which: Index of the state of `watch`, if an optimizer has several. The outermost is 0.
+        rewind_on_rise: Whether a loss that has only grown since the start is evidence for a rewind.
+            The default is for value losses of reinforcement learning, which grow with the return.
+        policy: Function that is called with each report and returns it with another `action`,
+            `reason` or `batch_ids`, as `report._replace(...)`. Its actions are logged and repeated
+            until the run goes on from an earlier step. None keeps the actions of docs/recovery.md.
 
     Attributes:
         names: Names of units, clips and taps.
@@ -112,6 +117,8 @@ class Monitor:
         trainable: Mask = None,
         taps: Tree | None = None,
         which: int | None = None,
+        rewind_on_rise: bool = False,
+        policy: Callable[[Report], Report] | None = None,
     ):
         if which is not None:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
@@ -120,7 +127,10 @@ class Monitor:
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
         self._remark = ""  # of `read_log`, about the lines that are not rows
-        self._policy = Policy(x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
+        if policy is not None:
+            check_callable("policy", policy, "Pass a function of a report.")
+        events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
+        self._policy, self._changed = Policy(events, rewind_on_rise=rewind_on_rise), policy
         self.incidents = _incidents_in(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         report = self._policy.update(self.rows, self._recent, rows.end)
@@ -175,7 +185,12 @@ class Monitor:
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-        report = agreed(self._policy.update(self.rows, self._recent, next_step, saved))
+        lost = int(min(rows.step, default=next_step)) - next_step
+        report = self._policy.update(self.rows, self._recent, next_step, saved)
+        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+        if self._changed is not None:
+            report = self._policy.replace(last, self._changed(report))
+        report = agreed(report)
         closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
         sampled = closed[np.unique(closed // _UNITS_EVERY, return_index=True)[1]].tolist()
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
@@ -190,9 +205,8 @@ class Monitor:
                 self._log(dict(line))
         elif self._log is not None:
             append_lines(self._log, lines)
-        lost = int(min(rows.step, default=next_step)) - next_step
-        self.report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
-        return self.report
+        self.report = report
+        return report
 
     def summary(self) -> str:
         """Describe `rows` and all incidents in at most ten lines.

@@ -113,7 +113,7 @@ class Policy:
                 fields = (event.get(name, 0) for name in DECISION)
                 self.last = Report(*fields)
         self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
-        self.has_saved = False
+        self.has_saved, self.explained_until = False, 0  # steps without a rewind that were explained
         self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
     @property
@@ -126,6 +126,7 @@ class Policy:
         """Go on from an earlier step, because the run was rewound or restarted."""
         self.stale |= {i for i in self.saved if i > step}
         self.good_until, self.is_pending = min(self.good_until, step), False
+        self.explained_until = min(self.explained_until, step)
 
     def update(
         self,
@@ -164,18 +165,29 @@ class Policy:
                 self._confirm(rows.step, num_quiet[rows.step <= found.step])
                 if found.action == "stop" or self.good_step is not None:
                     self.last, self.is_pending = self._decide(found, count), True
-                else:
-                    saved_none = "`saved=` was never passed to `Monitor.read`"
-                    why = "no checkpoint is good" if self.has_saved else saved_none
+                elif found.first >= self.explained_until:
+                    not_passed = "`saved=` was never passed to `Monitor.read`"
+                    why = "no checkpoint is good" if self.has_saved else not_passed
                     missing = f"{found.reason}; no rewind, because {why}"
+                    self.explained_until = rows.end
         self._confirm(rows.step, num_quiet)
         if self.is_pending:
             return self.last._replace(step=rows.end)
         has_candidate = any(i > self.good_until for i in self.saved - self.stale)
-        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate and not missing
+        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate
         action = "save" if can_save else "continue"
         left_out, num_lowers = self.last.batch_ids, self.last.num_lowers
         return Report(rows.end, action, missing, self.good_step, left_out, count, num_lowers)
+
+    def replace(self, last: Report, report: Report) -> Report:
+        """Continue with a report that a user's function returned; `last` is the decision before."""
+        decision = Report(*report[: len(DECISION)])
+        self.is_pending = report.action not in ("continue", "save")
+        if not self.is_pending:
+            self.last = last
+        elif decision._replace(step=self.last.step) != self.last:
+            self.last = decision
+        return report
 
     def _decide(self, found: "Evidence", count: int) -> Report:
         """Return the decision that evidence leads to after `count` rewinds."""
@@ -241,8 +253,8 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
         for t in np.flatnonzero(is_known):
             left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
             batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
-            first = int(rows.step[max(t - num_left_out[t] + 1, 0)])
-            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, min(first, step))
+            first = int(rows.step[t - max(num_left_out[t] - 1, 0)])
+            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, first)
     steps, bad = rows.step[closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:
@@ -291,4 +303,5 @@ def agreed(report: Report) -> Report:
     text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    decision = json.loads(np.asarray(sent, np.uint8).tobytes())
+    return Report(*decision, *report[len(DECISION) :])
