@@ -113,7 +113,10 @@ class Policy:
                 fields = (event.get(name, 0) for name in DECISION)
                 self.last = Report(*fields)
         self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
-        self.has_saved, self.explained_until = False, 0  # steps without a rewind that were explained
+        self.has_saved, self.explained_until = (
+            False,
+            0,
+        )  # steps without a rewind that were explained
         self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
     @property
