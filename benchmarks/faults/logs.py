@@ -67,7 +67,8 @@ def twice(values):
     """2 times the mean of the last 100 finite values."""
     for t in range(len(values)):
         past = values[max(t - 100, 0) : t]
-        yield len(past) >= 10 and values[t] > 2 * past[np.isfinite(past)].mean()
+        past = past[np.isfinite(past)]
+        yield len(past) >= 10 and values[t] > 2 * past.mean()
 
 
 RULES = {"OLMo-core": olmo_core, "Lightning": lightning, "10 x max": megatron, "2 x": twice}

@@ -195,15 +195,16 @@ def _moved(tree: _types.Tree) -> _types.Tree | None:
         return None
 
     def move(x: _types.Tree) -> _types.Tree:
-        if not isinstance(x, jax.Array) or (on_mesh and len(x.devices()) == 1):
-            return x
-        if not on_mesh:
+        if isinstance(x, jax.Array) and not on_mesh:
             (device,) = x.devices()
             return jax.device_put(x, devices[(devices.index(device) + 1) % len(devices)])
-        mesh = x.sharding.mesh
+        sharding = x.sharding if isinstance(x, jax.Array) else None
+        if not isinstance(sharding, jax.sharding.NamedSharding) or sharding not in on_mesh:
+            return x
+        mesh = sharding.mesh
         order = np.roll(mesh.devices.ravel(), 1).reshape(mesh.devices.shape)
         rolled = jax.sharding.Mesh(order, mesh.axis_names, axis_types=mesh.axis_types)
-        return jax.device_put(x, jax.sharding.NamedSharding(rolled, x.sharding.spec))
+        return jax.device_put(x, jax.sharding.NamedSharding(rolled, sharding.spec))
 
     return jax.tree.map(move, tree)
 

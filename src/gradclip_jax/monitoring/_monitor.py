@@ -383,7 +383,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
 
 
 def has_micro_batches(rows: Rows) -> bool:
-    """Return whether gradients were measured around an accumulation, which accumulates some of them."""
+    """Return whether gradients were measured around an accumulation."""
     is_accumulated = rows.has(Outcome.ACCUMULATED) & rows.has(Outcome.HAS_GRADIENT)
     return bool(np.any(is_accumulated & np.isfinite(rows.norms[:, 0, 0])))
 

@@ -33,7 +33,7 @@ from .._types import HostArray
 
 PERIOD, WINDOW, HISTORY = 16, 128, 2048
 """Numbers of rows: without bounds, and between two computations of the statistics; of a median; of
-a tail. After an outlier, 2 * PERIOD rows are not used for the tail, because a loss decays slowly."""
+a tail. The 2 * PERIOD rows after an outlier are not used for the tail: a loss decays slowly."""
 
 WIDTH = {"tree": 3.0, "other": 6.0}
 """Smallest bound in standard deviations."""

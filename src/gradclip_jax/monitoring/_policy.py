@@ -6,8 +6,8 @@ and says what each action needs. With n rewinds in the last 1,000 steps, its tra
 | state | event | next state, action |
 | --- | --- | --- |
 | running | evidence for a rewind, n < 3 | pending, `rewind`; n + 1 |
-| running | the same at the steps of the last rewind, although its batches were left out | pending, |
-| | | `lower`; these batches are not left out any more; n + 1 |
+| running | the same at steps before the last rewind, without its batches | pending, `lower`; |
+| | | its batches are not left out any more; n + 1 |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
@@ -184,12 +184,12 @@ class Policy:
 
     def replace(self, last: Report, report: Report) -> Report:
         """Continue with a report that a user's function returned; `last` is the decision before."""
-        decision = Report(*report[: len(DECISION)])
+        decided = slice(1, len(DECISION))  # the step is not part of a decision
         self.is_pending = report.action not in ("continue", "save")
         if not self.is_pending:
             self.last = last
-        elif decision._replace(step=self.last.step) != self.last:
-            self.last = decision
+        elif report[decided] != self.last[decided]:
+            self.last = report
         return report
 
     def _decide(self, found: "Evidence", count: int) -> Report:
@@ -306,5 +306,6 @@ def agreed(report: Report) -> Report:
     text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    decision = json.loads(np.asarray(sent, np.uint8).tobytes())
-    return Report(*decision, *report[len(DECISION) :])
+    decision = Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    found = {name: getattr(report, name) for name in ("incidents", "rows", "lost_rows")}
+    return decision._replace(**found)

@@ -48,44 +48,49 @@ def flipped(x, element):
     return x
 
 
+def step_with_fault(kind, leaf, device, rng):
+    """A step that doubles its parameters, with a fault in one device or in all of them."""
+    count, run, element = itertools.count(), rng.integers(4), rng.integers(2)
+    double, join = jax.jit(lambda x: 2 * x), jax.make_array_from_single_device_arrays
+
+    def step(params):
+        is_wrong, outputs = {"transient": next(count) == run, "device": True}.get(kind), {}
+        for key, x in params.items():
+            y, pieces = double(x), []
+            for shard in y.addressable_shards:
+                piece = np.array(shard.data)
+                if is_wrong and key == leaf and shard.device.id == device:
+                    piece = flipped(piece, element)
+                if kind == "not reproducible":
+                    piece = piece + rng.random()
+                pieces.append(jax.device_put(piece, shard.device))
+            outputs[key] = join(y.shape, y.sharding, pieces)
+        return outputs
+
+    return step
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_verdicts_on_200_injected_faults_name_the_device(seed):
     rng, mesh = np.random.default_rng(seed), jax.make_mesh((8,), ("data",))
     params = {"w": jnp.arange(16.0), "b": jnp.zeros(3)}
     specs = {"w": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P())}
-    params, double = jax.device_put(params, specs), jax.jit(lambda x: 2 * x)
+    params = jax.device_put(params, specs)
     for i in range(50):
         kind = ("transient", "device", "not reproducible", "equal", "device")[i % 5]
-        device, leaf, run = int(rng.integers(8)), "wb"[rng.integers(2)], int(rng.integers(4))
-        count, element = itertools.count(), int(rng.integers(2))
-
-        def step(params):
-            now, outputs = next(count), {}
-            is_wrong = {"transient": now == run, "device": True, "equal": False}.get(kind)
-            for key, x in params.items():
-                y, pieces = double(x), []
-                for shard in y.addressable_shards:
-                    piece = np.array(shard.data)
-                    if is_wrong and key == leaf and shard.device.id == device:
-                        piece = flipped(piece, element)
-                    if kind == "not reproducible":
-                        piece = piece + rng.random()
-                    pieces.append(jax.device_put(piece, shard.device))
-                join = jax.make_array_from_single_device_arrays
-                outputs[key] = join(y.shape, y.sharding, pieces)
-            return outputs
-
-        found = verify_step(step, params)
+        leaf, device = "wb"[rng.integers(2)], int(rng.integers(8))
+        found = verify_step(step_with_fault(kind, leaf, device, rng), params)
         assert found.verdict == kind
         if kind in ("transient", "device"):
             assert found.devices == {f"['{leaf}']": [device]}
 
 
-def test_without_other_devices_a_third_run_tells_a_transient_fault(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]])
-    for runs, verdict in (([0, 1, 0], "transient"), ([0, 1, 2], "not reproducible")):
-        values = iter(runs)
-        assert verify_step(lambda: jnp.float32(next(values))).verdict == verdict
+@pytest.mark.parametrize(
+    ("runs", "verdict"), [([0, 1, 0], "transient"), ([0, 1, 2], "not reproducible")]
+)
+def test_without_other_devices_a_third_run_tells_a_transient_fault(runs, verdict):
+    values = iter(runs)
+    assert verify_step(lambda: jnp.float32(next(values))).verdict == verdict
 
 
 def test_a_step_that_contains_its_devices_is_compared_on_these():
