@@ -87,8 +87,8 @@ def alarms(rule, columns):
 
 def replay(lines):
     """The rows of incidents, and the first action by the default policy and with every rise."""
-    rows, names, _ = to_rows(read_lines(lines))
-    rows.step[:] = np.arange(len(rows.step))
+    # Some logs have the rows of a restart appended, with the same steps.
+    rows, names, _ = to_rows(read_lines([x | {"step": i} for i, x in enumerate(lines)]))
     detector, kept, found = Detector(names), Rows.zeros(0, names), []
     policies, first = [Policy(), Policy(rewind_on_rise=True)], [("none", len(rows.step))] * 2
     for start in range(0, len(rows.step), EVERY):
@@ -111,9 +111,11 @@ def parts(labels, steps):
 
 
 def count(found, steps, entry):
-    """Found incidents, onsets, and onsets soon found, each with their number; false events, rows."""
+    """Found incidents, onsets and onsets soon found, each of all; false events of rows."""
     incidents, watch = entry["incidents"], entry.get("watch", [])
     is_healthy, numbers = np.ones(len(steps), bool), np.zeros((4, 2), int)
+    if np.any(np.diff(steps) <= 0):  # labels of steps that occur twice have no place
+        return numbers
     for label, part in zip(incidents, parts(incidents, steps), strict=True):
         is_healthy[part.start : part.stop + TOLERANCE] = False
         if label[3] == "obvious":

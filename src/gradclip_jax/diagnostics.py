@@ -202,7 +202,7 @@ def _moved(tree: _types.Tree) -> _types.Tree | None:
         if not isinstance(sharding, jax.sharding.NamedSharding) or sharding not in on_mesh:
             return x
         mesh = sharding.mesh
-        order = np.roll(mesh.devices.ravel(), 1).reshape(mesh.devices.shape)
+        order = np.roll(np.asarray(mesh.devices), 1)  # of all axes together
         rolled = jax.sharding.Mesh(order, mesh.axis_names, axis_types=mesh.axis_types)
         return jax.device_put(x, jax.sharding.NamedSharding(rolled, sharding.spec))
 
