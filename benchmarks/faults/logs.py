@@ -149,12 +149,18 @@ def fetch(name, source, path):
     original = path.with_name(f"{name}-{pathlib.Path(source['path']).name}")
     with urllib.request.urlopen(address, timeout=60) as answer:
         original.write_bytes(answer.read())
+    first = source.get("first_row", 1) - 1
     lines = [
         {new: float(f"{float(x[old]):.6g}") for old, new in KEYS.items() if old in x}
-        for x in read_lines(original)[: source["rows"]]
+        for x in read_lines(original)[first : first + source["rows"]]
     ]
-    texts = [json.dumps(x | {"step": int(x["step"])}) for x in lines if "step" in x]
-    path.write_text("\n".join(texts) + "\n")
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines if "step" in x))
+
+
+def checksum(lines):
+    """A checksum of the numbers in the rows, however they are written."""
+    numbers = [[None if x.get(k) is None else float(x[k]) for k in KEYS.values()] for x in lines]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
 
 
 def read(folder, name, source, has_network):
@@ -164,10 +170,10 @@ def read(folder, name, source, has_network):
         fetch(name, source, paths[0])
     if not paths[0].exists():
         return []
-    data = paths[0].read_bytes()
-    if hashlib.sha256(data).hexdigest() != source["sha256"]:
+    lines = [json.loads(line) for line in paths[0].open()]
+    if checksum(lines) != source["sha256"]:
         print(f"{name}: its checksum differs from sources.json")
-    return list(map(json.loads, data.decode().splitlines()))
+    return lines
 
 
 def main():
