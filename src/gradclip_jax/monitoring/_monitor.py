@@ -221,6 +221,9 @@ class Monitor:
         kinds = Counter(kind for x in self.incidents for kind in x.kinds)
         lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_listed(counts)}"]
         lines.append(f"incidents: {len(self.incidents)} ({_listed(kinds)})")
+        clipped = np.any(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=1)
+        if self.names.clips and clipped.size and clipped.mean() in (0, 1):
+            lines.append(f"max_norm: {'every' if clipped[0] else 'no'} step is clipped")
         of_units = _usual_norms(rows.take(rows.has(Outcome.HAS_UNITS)))
         if of_units[:, 1:].size:
             shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)

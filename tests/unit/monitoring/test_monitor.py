@@ -267,6 +267,14 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
     assert f"max_norm: {max_norm:.2g}" in text and "have skipped 2 of 20 steps" in text
 
 
+@pytest.mark.parametrize(("max_norm", "word"), [(1e-2, "every"), (1e2, "no")])
+def test_the_summary_says_that_a_threshold_clips_everything_or_nothing(max_norm, word):
+    tx = gcx.watch(optax.chain(gcx.clip_by_global_norm(max_norm), optax.sgd(0.1)))
+    monitor = gcx.Monitor(PARAMS)
+    monitor.read(train(tx.init(PARAMS), 0, 5, jax.jit(tx.update)))
+    assert f"max_norm: {word} step is clipped" in monitor.summary()
+
+
 def titles(figure):
     return [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
 
