@@ -1,89 +1,216 @@
-"""Counts the labelled incidents of public training logs that `read_log` finds.
+"""Compares fault detectors on public training logs that a person has labelled, and replays them.
 
-    python -m benchmarks.faults.logs FOLDER
+    python -m benchmarks.faults.logs FOLDER [--fetch]
 
-FOLDER has logs as JSON lines with `step`, `loss` and `grad_norm`, and `labels.json`:
-`{name: {"incidents": [[first_step, last_step, kind, "obvious" or "arguable"], ...]}}`.
+`sources.json` names the repository, commit and path of each log, and the checksum of its rows.
+`--fetch` downloads them from GitHub into FOLDER; a log without a public path must be there already.
+Each is a file of JSON lines with `step`, `loss` and `grad_norm`. `labels.json` has what a person
+saw in each log before any detector ran:
 
-A label is found if there is an incident in its rows, or within 2 rows of them. Incidents with at
-most 8 rows between them are one event; an event is false if none of its rows belongs to a label,
-obvious or arguable. The rule of OLMo-core (a value that is not finite, or more than 6 standard
-deviations above the mean of at least 64 of the last 128 finite values) is counted in the same way.
+| key | meaning |
+| --- | --- |
+| class | "ok" for healthy runs, "rl" for reinforcement learning, "div" for runs that diverge |
+| incidents | first step, last step, kind, and "obvious" or "arguable" |
+| watch | the same for lasting onsets, where the last step is the latest for an alarm |
+
+A label is found if there is an incident in its rows, or within 2 rows of them; of an onset, also up
+to 12 rows after it. Incidents with at most 8 rows between them are one event; an event is false if
+none of its rows belongs to a label, obvious or arguable. A row is healthy if it has no label.
+
+In the replay, the policy reads every 25 rows, and there is a checkpoint every 100 rows.
 """
 
 import argparse
+import hashlib
 import json
 import pathlib
+import urllib.request
 
 import numpy as np
 
-import gradclip_jax as gcx
 from benchmarks._report import table
+from gradclip_jax.monitoring._detect import Detector
+from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.monitoring._policy import Policy
+from gradclip_jax.monitoring._rows import Rows, to_rows
 
-TOLERANCE, GAP = 2, 8
+TOLERANCE, GAP, SOON, EVERY, SAVE_EVERY = 2, 8, 12, 25, 100
+HERE = pathlib.Path(__file__).parent
+KEYS = {"step": "step", "loss": "loss", "gradient_norm": "grad_norm"}
 
 
-def detector(path, steps):
-    """The rows that the detector reports."""
-    found = [incident.step for incident in gcx.diagnostics.read_log(path).incidents]
-    return np.flatnonzero(np.isin(steps, found))
+def olmo_core(values):
+    """OLMo-core: 6 standard deviations above the mean of at least 64 of the last 128 values."""
+    for t in range(len(values)):
+        past = values[max(t - 128, 0) : t]
+        past = past[np.isfinite(past)]
+        yield len(past) >= 64 and values[t] > past.mean() + 6 * past.std()
 
 
-def olmo_core(path, steps):
-    """The rows that the rule of OLMo-core reports."""
-    found = np.zeros(len(steps), bool)
-    for key in ("loss", "grad_norm"):
-        lines = [json.loads(line) for line in path.open()]
-        values = np.array([np.nan if x.get(key) is None else x[key] for x in lines], float)
-        for t, value in enumerate(values if np.isfinite(values).any() else []):
-            past = values[max(t - 128, 0) : t]
-            past = past[np.isfinite(past)]
-            is_far = len(past) >= 64 and value > past.mean() + 6 * past.std()
-            found[t] |= is_far or not np.isfinite(value)
+def lightning(values):
+    """Lightning's `SpikeDetection`: 2 times its distance from the mean of the last 10 others."""
+    usual = values[:1]
+    for value in values:
+        is_spike = value > usual[-1] and value - usual.mean() > 2 * abs(usual.mean())
+        usual = usual if is_spike or not np.isfinite(value) else np.append(usual, value)[-10:]
+        yield is_spike
+
+
+def megatron(values):
+    """Megatron's rerun machine: 10 times the largest of the first 100 values."""
+    return np.arange(len(values)) >= 100, values > 10 * values[:100][
+        np.isfinite(values[:100])
+    ].max()
+
+
+def twice(values):
+    """2 times the mean of the last 100 finite values."""
+    for t in range(len(values)):
+        past = values[max(t - 100, 0) : t]
+        past = past[np.isfinite(past)]
+        yield len(past) >= 10 and values[t] > 2 * past.mean()
+
+
+RULES = {"OLMo-core": olmo_core, "Lightning": lightning, "10 x max": megatron, "2 x": twice}
+
+
+def alarms(rule, columns):
+    """The rows in which the rule or a value that is not finite is an alarm for loss or norm."""
+    found = np.zeros(len(columns[0]), bool)
+    for values in columns:
+        if np.isfinite(values).any():
+            is_alarm = rule(values)
+            is_alarm = np.all(is_alarm, 0) if isinstance(is_alarm, tuple) else list(is_alarm)
+            found |= ~np.isfinite(values) | is_alarm
     return np.flatnonzero(found)
 
 
-def count(found, steps, labels):
-    """The number of labels that are found, obvious and arguable ones, and of false events."""
-    is_labelled = np.zeros(len(steps), bool)
-    counts = {"obvious": 0, "arguable": 0}
-    for first, last, _, certainty in labels:
-        start, stop = np.searchsorted(steps, first), np.searchsorted(steps, last, "right")
-        part = slice(max(start - TOLERANCE, 0), stop + TOLERANCE)
-        is_labelled[part] = True
-        counts[certainty] += np.isin(np.arange(len(steps))[part], found).any()
+def replay(lines):
+    """The rows of incidents, and the first action by the default policy and with every rise."""
+    # Some logs have the rows of a restart appended, with the same steps.
+    rows, names, _ = to_rows(read_lines([x | {"step": i} for i, x in enumerate(lines)]))
+    detector, kept, found = Detector(names), Rows.zeros(0, names), []
+    policies, first = [Policy(), Policy(rewind_on_rise=True)], [("none", len(rows.step))] * 2
+    for start in range(0, len(rows.step), EVERY):
+        part = rows.take(slice(start, start + EVERY))
+        kept, found = Rows.concatenate([kept.take(slice(-1024, None)), part]), [*found]
+        found += detector.update(part)
+        saved = range(0, part.end + 1, SAVE_EVERY)
+        for i, policy in enumerate(policies):
+            action = policy.update(kept, found[-1024:], start, saved).action
+            if first[i][0] == "none" and action not in ("continue", "save"):
+                first[i] = action, policy.last.step - 1
+    return np.array([x.step for x in found], int), first
+
+
+def parts(labels, steps):
+    """The rows of each label, as slices."""
+    starts = np.searchsorted(steps, [x[0] for x in labels])
+    stops = np.searchsorted(steps, [x[1] for x in labels], "right")
+    return [slice(max(a - TOLERANCE, 0), b) for a, b in zip(starts, stops, strict=True)]
+
+
+def count(found, steps, entry):
+    """Found incidents, onsets and onsets soon found, each of all; false events of rows."""
+    incidents, watch = entry["incidents"], entry.get("watch", [])
+    is_healthy, numbers = np.ones(len(steps), bool), np.zeros((4, 2), int)
+    if np.any(np.diff(steps) <= 0):  # labels of steps that occur twice have no place
+        return numbers
+    for label, part in zip(incidents, parts(incidents, steps), strict=True):
+        is_healthy[part.start : part.stop + TOLERANCE] = False
+        if label[3] == "obvious":
+            inside = (found >= part.start) & (found < part.stop + TOLERANCE)
+            numbers[0] += [inside.any(), 1]
+    for label, part in zip(watch, parts(watch, steps), strict=True):
+        is_healthy[part.start : part.stop + SOON] = False
+        if label[3] == "obvious":
+            delay = min(found[found >= part.start], default=len(steps)) - part.start - TOLERANCE
+            is_found = part.start + delay < part.stop + SOON
+            numbers[1:3] += [[is_found, 1], [delay <= SOON, 1]]
     events = np.split(found, np.flatnonzero(np.diff(found) > GAP) + 1)
-    is_false = [len(event) > 0 and not is_labelled[event].any() for event in events]
-    return np.array([counts["obvious"], counts["arguable"], sum(is_false)])
+    numbers[3] = sum(len(x) > 0 and is_healthy[x].all() for x in events), is_healthy.sum()
+    return numbers
+
+
+def wilson(found, total):
+    """A share and its Wilson interval of 95 %, in percent."""
+    if not total:
+        return "-"
+    share, z = found / total, 1.96
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * np.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2) / (1 + z * z / total)
+    low, high = 100 * (middle - half), 100 * (middle + half)
+    return f"{found} of {total}, {low:.0f} to {high:.0f} %"
+
+
+def fetch(name, source, path):
+    """Download a log, and keep its rows with six significant digits."""
+    address = "https://raw.githubusercontent.com/{repository}/{commit}/{path}".format(**source)
+    original = path.with_name(f"{name}-{pathlib.Path(source['path']).name}")
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        original.write_bytes(answer.read())
+    first = source.get("first_row", 1) - 1
+    lines = [
+        {new: float(f"{float(x[old]):.6g}") for old, new in KEYS.items() if old in x}
+        for x in read_lines(original)[first : first + source["rows"]]
+    ]
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines if "step" in x))
+
+
+def checksum(lines):
+    """A checksum of the numbers in the rows, however they are written."""
+    numbers = [[None if x.get(k) is None else float(x[k]) for k in KEYS.values()] for x in lines]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+
+
+def read(folder, name, source, has_network):
+    """The lines of a log, whose checksum is compared."""
+    paths = [*folder.rglob(f"{name}.jsonl")] or [folder / f"{name}.jsonl"]
+    if not paths[0].exists() and has_network and source.get("path"):
+        fetch(name, source, paths[0])
+    if not paths[0].exists():
+        return []
+    lines = [json.loads(line) for line in paths[0].open()]
+    if checksum(lines) != source["sha256"]:
+        print(f"{name}: its checksum differs from sources.json")
+    return lines
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
-    folder = parser.parse_args().folder
-    labels = json.loads((folder / "labels.json").read_text())
-    rows, total = [], np.zeros((2, 3), int)
-    num_rows, certainties = 0, []
+    parser.add_argument("--fetch", action="store_true")
+    args = parser.parse_args()
+    sources = json.loads((HERE / "sources.json").read_text())
+    labels = json.loads((HERE / "labels.json").read_text())
+    totals = {rule: np.zeros((4, 2), int) for rule in ("gradclip_jax", *RULES)}
+    logs, absent = [], []
     for name, entry in sorted(labels.items()):
-        path = folder / f"{name}.jsonl"
-        steps = np.array([json.loads(line)["step"] for line in path.open()])
-        incidents = entry["incidents"]
-        counts = np.array([count(f(path, steps), steps, incidents) for f in (detector, olmo_core)])
-        total += counts
-        num_rows += len(steps)
-        own = [incident[3] for incident in incidents]
-        certainties += own
-        rows.append(row(name, len(steps), own, counts))
-    print(table([*rows, row("all", num_rows, certainties, total)]))
-
-
-def row(name, num_rows, certainties, counts):
-    own = f"{certainties.count('obvious')}, {certainties.count('arguable')}"
-    cells = {"log": name, "rows": num_rows, "obvious, arguable": own}
-    for rule, (obvious, arguable, false) in zip(("found", "OLMo-core"), counts, strict=True):
-        cells[rule] = f"{obvious}, {arguable}"
-        cells[f"{rule}: false in 1,000"] = round(1000 * false / num_rows, 2)
-    return cells
+        lines = read(args.folder, name, sources[name], args.fetch)
+        if not lines:
+            absent.append(name)
+            continue
+        steps = np.array([x["step"] for x in lines])
+        columns = [
+            np.array([x.get(k) if x.get(k) is not None else np.nan for x in lines], float)
+            for k in ("loss", "grad_norm")
+        ]
+        found, (default, on_rise) = replay(lines)
+        totals["gradclip_jax"] += (own := count(found, steps, entry))
+        for rule, of_values in RULES.items():
+            totals[rule] += count(alarms(of_values, columns), steps, entry)
+        cells = {"log": name, "class": entry["class"], "rows": len(steps)}
+        for key, (part, total) in zip(("incidents", "onsets", "soon", "false"), own, strict=True):
+            cells[key] = f"{part} of {total}" if key != "false" else part
+        cells |= {"action": "{} {}".format(*default), "on every rise": "{} {}".format(*on_rise)}
+        logs.append(cells)
+    print(table(logs))
+    rows = []
+    for rule, numbers in totals.items():
+        (a, b, c), (false, healthy) = (wilson(*x) for x in numbers[:3]), numbers[3]
+        cells = {"rule": rule, "obvious incidents": a, "obvious onsets": b, "within 12 rows": c}
+        rows.append(cells | {"false events in 1,000 healthy rows": f"{1000 * false / healthy:.2f}"})
+    print("", table(rows), f"healthy rows: {healthy:,}; absent: {absent or 'none'}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def _forms(name: str, *labels: str) -> dict[str, Replacements]:
 ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
     ("a guard's step", "skip_nonfinite", _forms("_loop_or_select", "cond", "loop")),
     ("a window", "accumulate_gradients(clip)", _forms("_loop_or_cond", "cond", "loop", "select")),
-    ("shared", "clip_by_global_norm", {"scalars": {"shared": _not_shared}}),
+    ("broadcast_scalar", "clip_by_global_norm", {"scalars": {"broadcast_scalar": _not_shared}}),
     ("map_arrays", "adaptive_grad_clip", {"one by one": {"map_arrays": _one_by_one}}),
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),
     ("fusion_barrier", "skip_nonfinite", {"without": {"fusion_barrier": _same}}),

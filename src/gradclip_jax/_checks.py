@@ -3,6 +3,7 @@
 Traced values are not checked.
 """
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -60,7 +61,7 @@ def is_scalar(value: object, *kinds: type) -> bool:
     if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
         return False
     dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return any(map(functools.partial(jnp.issubdtype, dtype), kinds))
 
 
 def is_array_like(value: object) -> bool:
@@ -206,13 +207,19 @@ def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> 
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
         rule = f"a function `{name}` with {len(args)} positional parameters and `**extra_args`"
-        if name == "predicate":
-            rule = "a function `(grads, params, **extra_args) -> bool[]`"
+        if name in _SIGNATURES:
+            rule = f"a function `{_SIGNATURES[name]}`"
         got = f"{name}{inspect.signature(fun)}: {error}"
         raise type_error(argument, rule, got, "Change its parameters.") from None
     except ValueError:  # a builtin without a signature
         pass
     return fun(*args, **kwargs)
+
+
+_SIGNATURES = {
+    "predicate": "(grads, params, **extra_args) -> bool[]",
+    "reaction": "(norm, threshold) -> factor",
+}
 
 
 def check_transformation(argument: str, value: object) -> None:
@@ -235,8 +242,7 @@ def check_no_transformation(state: object) -> None:
 def check_not_donated(state: object) -> None:
     """Raise if the arrays of a state were donated to an earlier step."""
     first = next(iter(jax.tree.leaves(state)), None)
-    is_array = isinstance(first, jax.Array) and not is_traced(first)
-    if is_array and first.is_deleted():
+    if isinstance(first, jax.Array) and not is_traced(first) and first.is_deleted():
         hint = "Use the state that the step returned."
         raise value_error("state", "a state that was not donated", "a donated one", hint)
 
@@ -306,10 +312,8 @@ def broadcast_prefix(
     try:
         return [entries[i] for i in jax.tree.leaves(jax.tree.broadcast(indices, tree))]
     except ValueError as error:  # it describes the first difference
-        rule, hint = (
-            f"a prefix tree of `{like}`",
-            f"Give one entry per leaf or subtree of `{like}`.",
-        )
+        rule, kind = f"a prefix tree of `{like}`", type(tree).__name__
+        hint = f"Give one entry per leaf or subtree of `{like}`, which is a `{kind}`."
         raise type_error(argument, rule, shortened(prefix), hint) from error
 
 

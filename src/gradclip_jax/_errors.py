@@ -61,7 +61,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     returns, are wrapped as well, so that profiles of a training step also contain the name.
     """
     name = fun.__qualname__.removesuffix(".__init__")
-    parameters = inspect.signature(fun).parameters.values()
+    signature = inspect.signature(fun)
 
     def wrap(result: Any) -> Any:
         # The updates of guards and accumulations are objects with names of their own.
@@ -70,10 +70,14 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     @functools.wraps(fun)
     @named(name, in_step=False)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
-        _check_names(parameters, args, kwargs)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            _check_names(signature.parameters.values(), args, kwargs)
         result = fun(*args, **kwargs)
-        is_transformation = isinstance(result, optax.GradientTransformation)
-        return type(result)(*map(wrap, result)) if is_transformation else wrap(result)
+        if isinstance(result, optax.GradientTransformation):
+            return type(result)(*map(wrap, result))
+        return wrap(result) if callable(result) else result
 
     return call
 

@@ -10,7 +10,6 @@ from jax import lax
 from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
-from ._states import increment_where
 from ._types import Array, Path, Scalar, Tree
 from .norms._leaves import checked_leaves
 from .norms._mesh import is_explicit, varying_axes
@@ -20,7 +19,7 @@ class RoundingState(NamedTuple):
     """The state of `round_stochastically`.
 
     Attributes:
-        step: Number of updates, int32[], from which the random bits are derived.
+        step: Number of updates modulo 2^32, int32[], from which the random bits are derived.
     """
 
     step: Scalar
@@ -89,7 +88,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         structure = jax.tree.structure(updates)
         keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
         out = jax.tree.map_with_path(_to_neighbor, updates, params, keys)
-        return out, RoundingState(increment_where(state.step))
+        return out, RoundingState(state.step + 1)  # after 2^31 steps, it wraps around
 
     return optax.GradientTransformation(init, update)
 

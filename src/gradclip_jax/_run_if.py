@@ -25,7 +25,7 @@ from jax.extend import core
 from jax.tree_util import Partial
 
 from ._checks import is_float0, is_traced
-from ._devices import shared
+from ._devices import broadcast_scalar
 from ._types import Array, Tree
 from .norms._mesh import check_equal_on_devices, reshard_like, varying_axes, zeros_of_type
 
@@ -158,7 +158,7 @@ def _select(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
     def choose(predicate: Array, new: Array, old: Array) -> Array:
         return new if is_float0(new) else lax.select(predicate, new, old)
 
-    return structure.unflatten(map(choose, shared(predicate, old), new, old))
+    return structure.unflatten(map(choose, broadcast_scalar(predicate, old), new, old))
 
 
 def _loop_or_select(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:

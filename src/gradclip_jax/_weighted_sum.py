@@ -39,14 +39,15 @@ class WeightedSum(NamedTuple):
     total: Tree
     weight: Scalar
 
-    def add(self, tree: Tree, weight: Scalar, is_added: Array) -> WeightedSum:
+    def add(self, tree: Tree, weight: Scalar | None, is_added: Array) -> WeightedSum:
         """Add a tree times its weight if `is_added`, which must not be a compile-time constant.
 
         The addition is not conditional, because the host of a GPU would wait for its predicate.
-        Trees that are not added may contain NaN.
+        Trees that are not added may contain NaN. A weight of None is 1; without the product, XLA
+        moves the all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
-        weight = jnp.where(is_added, weight, 0)
+        number = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
 
         def add(total: Array, x: Array) -> Array:
             if is_float0(x):
@@ -57,9 +58,10 @@ class WeightedSum(NamedTuple):
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
             # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
             old = jnp.where(is_empty, jnp.full_like(total, -0.0), total).astype(wide)
-            return reshard_like((old + x * weight.astype(wide)).astype(total.dtype), total)
+            x = x if weight is None else x * number.astype(wide)
+            return reshard_like((old + x).astype(total.dtype), total)
 
-        return WeightedSum(jax.tree.map(add, self.total, tree), self.weight + weight)
+        return WeightedSum(jax.tree.map(add, self.total, tree), self.weight + number)
 
     def result(self, reduction: Reduction) -> Tree:
         """Return the mean or the sum, in the dtypes of the accumulator."""

@@ -8,15 +8,17 @@
 | `nonfinite_leaves` | leaves that contain NaN or infinity |
 | `accumulation_stats` | numbers of micro-batches and windows |
 | `noise_scale` | gradient noise scale from logged norms |
-| `verify_step` | leaves and devices for which two runs of a step differ |
+| `verify_step` | whether a device computes wrong results, and which |
 
 Use `gcx.metrics` to log values at every step, and `gcx.Monitor` to learn what went wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import abc
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -77,22 +79,44 @@ def _count_on_device(x: _types.Array) -> _types.Array:
     return jnp.sum(~jnp.isfinite(x))
 
 
+class Verification(NamedTuple):
+    """What `verify_step` found.
+
+    Attributes:
+        verdict: "equal", "transient", "device" or "not reproducible"; see `verify_step`.
+        devices: Dictionary from the path of each output leaf that differs to the ids of the devices
+            that may have computed it wrongly; empty if all bits are equal.
+    """
+
+    verdict: str
+    devices: dict[str, list[int]]
+
+
 @_errors.public
 def verify_step(
     step: abc.Callable[..., _types.Tree], *args: _types.Tree, **kwargs: _types.Tree
-) -> dict[str, list[int]]:
-    """Run a step twice with the same inputs and compare every bit of its outputs.
+) -> Verification:
+    """Run a step four times with the same inputs and compare every bit of its outputs.
 
-    A step is a pure function of its arguments, so two runs on the same devices give the same bits.
-    If they do not, a device computes wrong results without an error ("silent data corruption").
-    Call this function every few thousand steps, or after a rewind to distinguish a fault of the
-    hardware from a fault of the data.
+    A step is a pure function of its arguments, so all runs give the same bits. If they do not, a
+    device computes wrong results without an error ("silent data corruption"), or the program is not
+    deterministic. The first two runs use the devices of the arguments. In the other two, each
+    device does the work of its neighbor in the mesh. Call this function every few thousand steps,
+    or after a rewind to distinguish a fault of the hardware from a fault of the data.
+
+    | verdict | runs that differ | cause |
+    | --- | --- | --- |
+    | equal | none | no fault |
+    | transient | one of the four | a fault of a device that does not come back |
+    | device | those on other devices, but not two on the same | a device that is wrong each time |
+    | not reproducible | any others | by design, such as atomic additions on a GPU without \
+      `XLA_FLAGS=--xla_gpu_deterministic_ops=true`; or a device that is wrong at random |
 
     | case | result |
     | --- | --- |
-    | a device that gives the same wrong bits in both runs | not detected; run on other devices |
     | a fault before an all-reduce | all devices that receive the sum are listed |
-    | a GPU without `XLA_FLAGS=--xla_gpu_deterministic_ops=true` | atomic additions may differ |
+    | a step that contains its devices, such as `shard_map` with a mesh; several processes; \
+      one device | only the first two runs, and a third if they differ; "device" is not found |
     | donated arguments | `args` stay valid, because each run receives a copy |
     | outputs that are not arrays of JAX | not compared |
     | several processes | each process compares its own devices |
@@ -103,40 +127,99 @@ def verify_step(
         kwargs: Keyword arguments of the step.
 
     Returns:
-        Dictionary from the path of each output leaf that differs to the ids of the devices on which
-        it differs; empty if all bits are equal.
+        The verdict, and the leaves and devices that differ.
 
     Raises:
         TypeError: If `step` is not callable.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
-        >>> gcx.diagnostics.verify_step(jax.jit(lambda w: {"w": 0.9 * w}), jnp.ones(3))
-        {}
+        >>> gcx.diagnostics.verify_step(jax.jit(lambda w: {"w": 0.9 * w}), jnp.ones(3)).verdict
+        'equal'
 
     References:
-        Dixit et al. 2021, Silent Data Corruptions at Scale, arXiv 2102.11245.
+        Dixit et al. 2021, Silent Data Corruptions at Scale, arXiv 2102.11245. The verdicts are
+        those of the rerun state machine of Megatron-LM.
     """
     _checks.check_callable("step", step, "Pass the training step, then its arguments.")
-    first, second = (_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2))
-    differing: dict[str, list[int]] = {}
-    for path, device in dict.fromkeys([*first, *second]):  # an output may be missing in one run
-        if first.get((path, device)) != second.get((path, device)):
-            differing.setdefault(path, []).append(device)
-    return differing
+    runs = [_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2)]
+    moved = _moved((args, kwargs))
+    if moved is not None:
+        with contextlib.suppress(ValueError):  # the step contains its devices
+            runs += [_digests(step(*_copy(moved[0]), **_copy(moved[1]))) for _ in range(2)]
+    if len(runs) == 2 and runs[0] != runs[1] and runs[0].keys() == runs[1].keys():
+        runs.append(_digests(step(*_copy(args), **_copy(kwargs))))
+    return _verdict(runs)
+
+
+_Digests: TypeAlias = dict[tuple[str, int], tuple[int, bytes]]
+"""The device and a hash of the bits, for each path and each position in the mesh."""
+
+
+def _verdict(runs: list[_Digests]) -> Verification:
+    """Compare the runs; the third and fourth of four are on other devices."""
+    bits = [{place: digest for place, (_, digest) in run.items()} for run in runs]
+    odd = [i for i, x in enumerate(bits) if bits.count(x) == 1]
+    if bits.count(bits[0]) == len(bits):
+        return Verification("equal", {})
+    if len(odd) == 1 and len(runs) > 2:
+        verdict, compared = "transient", [(runs[odd[0]], runs[odd[0] - 1])]
+    elif len(bits) == 4 and bits[0] == bits[1] and bits[2] == bits[3]:
+        verdict, compared = "device", [(runs[0], runs[2])]
+    else:
+        verdict, compared = "not reproducible", list(zip(runs, runs[1:], strict=False))
+    suspects: dict[str, list[set[int]]] = {}
+    for pair in compared:
+        for place in {**pair[0], **pair[1]}:
+            found = [run[place] for run in pair if place in run]
+            if len({digest for _, digest in found}) > 1 or len(found) == 1:
+                devices = [device for device, _ in found]
+                is_either = verdict == "device"  # both devices have had this place
+                suspects.setdefault(place[0], []).append({*(devices if is_either else devices[:1])})
+    combine = set.intersection if verdict == "device" else set.union
+    devices_of = {path: combine(*x) or set.union(*x) for path, x in suspects.items()}
+    return Verification(verdict, {path: sorted(x) for path, x in devices_of.items()})
 
 
 def _copy(tree: _types.Tree) -> _types.Tree:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
-def _digests(tree: _types.Tree) -> dict[tuple[str, int], bytes]:
-    """Return a hash for each leaf and device, so that values need not stay in memory."""
-    digests: dict[tuple[str, int], bytes] = {}
+def _moved(tree: _types.Tree) -> _types.Tree | None:
+    """Return a copy in which each device has the data of its neighbor; None if there is none."""
+    shardings = [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    on_mesh = [x for x in shardings if len(x.device_set) > 1]
+    devices = jax.devices()
+    is_named = all(isinstance(x, jax.sharding.NamedSharding) for x in on_mesh)
+    if not shardings or len(devices) == 1 or jax.process_count() > 1 or not is_named:
+        return None
+
+    def move(x: _types.Tree) -> _types.Tree:
+        if isinstance(x, jax.Array) and not on_mesh:
+            (device,) = x.devices()
+            return jax.device_put(x, devices[(devices.index(device) + 1) % len(devices)])
+        sharding = x.sharding if isinstance(x, jax.Array) else None
+        if not isinstance(sharding, jax.sharding.NamedSharding) or sharding not in on_mesh:
+            return x
+        mesh = sharding.mesh
+        order = np.roll(np.asarray(mesh.devices), 1)  # of all axes together
+        rolled = jax.sharding.Mesh(order, mesh.axis_names, axis_types=mesh.axis_types)
+        return jax.device_put(x, jax.sharding.NamedSharding(rolled, sharding.spec))
+
+    return jax.tree.map(move, tree)
+
+
+def _digests(tree: _types.Tree) -> _Digests:
+    """Return a hash for each leaf and position, so that values need not stay in memory."""
+    digests: _Digests = {}
     arrays = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if isinstance(x, jax.Array)]
     for path, x in arrays:
         bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for shard in bits.addressable_shards:
-            data = np.asarray(shard.data).tobytes()
-            digests[jax.tree_util.keystr(path), shard.device.id] = hashlib.sha256(data).digest()
+        mesh = getattr(bits.sharding, "mesh", None)
+        order = [] if mesh is None else [device.id for device in mesh.devices.ravel()]
+        for i, shard in enumerate(bits.addressable_shards):
+            data, device = np.asarray(shard.data).tobytes(), shard.device.id
+            position = order.index(device) if device in order else i
+            place = jax.tree_util.keystr(path), position
+            digests[place] = device, hashlib.sha256(data).digest()
     return digests

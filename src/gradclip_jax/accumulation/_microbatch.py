@@ -51,7 +51,9 @@ def microbatched_value_and_grad(
     that of the whole batch if `fun` compares examples with each other, as a contrastive loss or a
     batch normalization does, and nothing raises an error. Check that the loss of a batch is the
     mean of the losses of its halves, or split only the encoder, with
-    `jax.lax.map(jax.checkpoint(encode), micro_batches)`. Use `accumulate_gradients` to accumulate over several calls; both can be combined.
+    `jax.lax.map(jax.checkpoint(encode), micro_batches)`.
+
+    Use `accumulate_gradients` to accumulate over several calls; both can be combined.
 
     | leaf of aux | default without `aux_reduction` |
     | --- | --- |

@@ -55,7 +55,7 @@ def run_micro_batches(
 
         terms = scaled(value), grads, [scaled(x) for name, x in found if name == "mean"]
         is_added = (count >= 0) & (scale != 0)  # not a constant (see `summand`)
-        sums = sums.add(terms, jnp.ones((), jnp.float32), is_added)
+        sums = sums.add(terms, None, is_added)
         new = [_kept(name, x, old) for (name, x), old in zip(found, kept, strict=True)]
         rows = [x if name == "concatenate" else None for name, x in found]
         return rows, (sums, new, count + 1)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, check_length, describe, is_traced, leaf_path, shortened
+from .._checks import check_count, check_length, describe, is_traced, leaf_path, listed, shortened
 from .._errors import type_error, value_error
 from .._types import Array, Count, Number, Tree
+from ..norms._leaves import is_inexact
 
 _SCALAR: Final = jax.tree.structure(0)
 
@@ -126,6 +127,8 @@ def bind_split(
         hint = "Pass the parameters and the batch by position, not by keyword."
         raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
     batches, keys, chosen = (tuple(i % len(args) for i in x) for x in (batches, keys, chosen))
+    for i in chosen:
+        _check_differentiable(f"args[{i}]", args[i])
     real = parts if real is None else real
     real = jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real)
     split = Split(int(parts), batches, keys, chosen, not np.ndim(argnums), real)
@@ -141,6 +144,21 @@ def bind_split(
         hint = "Change the batch size, or pad the batch with examples of weight 0."
         raise value_error("batch", rule, f"{size} examples", hint)
     return split._replace(size=size // split.parts)
+
+
+def _check_differentiable(argument: str, tree: Tree) -> None:
+    """Raise, as `jax.grad` does, if a leaf is neither floating-point nor complex."""
+    leaves = jax.tree.leaves_with_path(tree)
+    bad = [
+        f"{describe(x)} at {leaf_path(argument, path)}" for path, x in leaves if not is_inexact(x)
+    ]
+    if bad:
+        rule = "a tree of floating or complex leaves"
+        hint = (
+            "Pass other leaves in another argument, for example after "
+            "`nnx.split(model, nnx.Param, ...)` or `eqx.partition`."
+        )
+        raise type_error(argument, rule, listed(bad), hint)
 
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:

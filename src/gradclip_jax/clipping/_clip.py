@@ -36,7 +36,7 @@ class ClipState(NamedTuple):
         clip_factor: Factor that multiplies the update (the smallest one if several norms are
             clipped).
         clip_fraction: Fraction of the norms that were clipped, between 0 and 1.
-        rules: States of the threshold rules.
+        rules: States of the threshold rules, each in a dictionary by the name of the rule.
     """
 
     grad_norm: Scalar | dict[str, Scalar]
@@ -137,6 +137,7 @@ def norm_clip(
     order = check_ord(ord)
     check_reaction(reaction)
     check_axis_name(axis_name)
+    uses_params = any(rule.uses_params for rule in rules)
     # Without `jit`, the factors of a user-defined reaction can be checked in eager mode.
     respond = _factors if callable(reaction) else _jitted_factors
 
@@ -158,10 +159,10 @@ def norm_clip(
         over = axis_name if groups.is_local else ()  # mesh axes over which the norms are sharded
 
         norms = group_norms(leaves.arrays, groups, order, axis_name)
-        total = _total_norm(norms, order, over)
+        total = norms.arrays[0] if norms.is_scalar else norm_of_leaves(norms.arrays, order, over)
         is_finite = jnp.isfinite(total)
         param_norms = norms
-        if any(rule.uses_params for rule in rules):
+        if uses_params:
             check_params(updates, params)
             param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
         if groups.is_rms:
@@ -178,13 +179,6 @@ def norm_clip(
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
-
-
-def _total_norm(norms: PerGroup, ord: float, axis_name: AxisName) -> Scalar:
-    """Combine the norms of all groups to the norm of all elements."""
-    if norms.is_scalar:
-        return norms.arrays[0]
-    return norm_of_leaves(norms.arrays, ord, axis_name)
 
 
 def _factors(
@@ -204,34 +198,35 @@ _jitted_factors = jax.jit(_factors, static_argnums=3)
 @jax.jit
 def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
     """Multiply each leaf by the factor of its norm group."""
-    numbers = factors.for_leaves(leaves)
-    return [x if f is None else scale_leaf(x, f) for x, f in zip(leaves, numbers, strict=True)]
+    return list(map(scale_leaf, leaves, factors.for_leaves(leaves)))
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _metrics(
     total: Scalar, norms: PerGroup, thresholds: PerGroup, factors: PerGroup, axis_name: AxisName
-) -> tuple[Any, Any, Any, Scalar]:
+) -> Tree:
     """Return norm, threshold and factor of all groups or of each label, and the fraction below 1.
 
     The threshold and the factor of all groups are the smallest ones.
     """
-    bounds = thresholds.map(lambda threshold: jnp.minimum(threshold, UNBOUNDED))
+    bound, factor = jnp.minimum(thresholds.min(UNBOUNDED), UNBOUNDED), factors.min(1.0)
     is_clipped = factors.map(lambda factor: (factor != 1).astype(factor.dtype))
-    bound, factor = bounds.min(UNBOUNDED), factors.min(1.0)
-    shards = [shard_axes(x, axis_name) for x in factors.arrays]
+    shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
     everywhere = frozenset[str]().union(*shards)
     if everywhere:
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)  # infinity replaces NaN
         shares = [jnp.full((), 1 / replica_count(axes, everywhere)) for axes in shards]
         is_clipped = is_clipped.map(jnp.multiply, PerGroup(shares, factors.groups))
-    rows = zip(factors.arrays, shards, strict=True)
-    size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+    size = 0  # number of norms on all devices
+    for x, axes in zip(factors.arrays, shards, strict=True):
+        size += x.size * replica_count(frozenset(), axes)
     fraction = sum_over(is_clipped.sum(), everywhere) / max(size, 1)
+    metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
-        total, bound, factor = (x.by_label() for x in (norms, bounds, factors))
-    return optax.tree.cast((total, bound, factor, fraction), jnp.float32)
+        bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
+        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
+    return optax.tree.cast(metrics, jnp.float32)
 
 
 def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:

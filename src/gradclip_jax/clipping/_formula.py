@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_choice, describe, dtype_of, is_traced, shortened
+from .._checks import call_user, check_choice, describe, dtype_of, is_traced, shortened
 from .._devices import fusion_barrier
 from .._errors import type_error, value_error
 from .._types import Array, Number, Tree
@@ -50,7 +50,7 @@ def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
     if isinstance(reaction, str):
         factor = (norm <= limit).astype(norm.dtype)
     else:
-        factor = _checked_factor(reaction(norm, limit), norm)
+        factor = _checked_factor(call_user("reaction", "reaction", reaction, norm, limit), norm)
     return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 
@@ -67,8 +67,13 @@ def _checked_factor(factor: Any, norm: Array) -> Array:
 
 
 @jax.jit
-def scale_leaf(x: Array, factor: Array) -> Array:
-    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`."""
+def scale_leaf(x: Array, factor: Array | None) -> Array:
+    """Return `factor * x`, computed in at least float32 and rounded once to the dtype of `x`.
+
+    A leaf without a norm has no factor and remains unchanged.
+    """
+    if factor is None:
+        return x
     if wide_dtype(x.dtype, factor.dtype) != x.dtype:
         # Without the barrier, XLA keeps the float32 copy that was made to compute the norm.
         x = fusion_barrier(x)

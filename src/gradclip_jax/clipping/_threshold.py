@@ -196,10 +196,11 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
-    """Return the initial state, in which each array has its own buffer and can be donated."""
+    """Return the initial state by the name of the rule, with arrays that can be donated."""
     if rule.init is None:
         return ()
-    return jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))
+    # Each array has its own buffer.
+    return {rule.name: jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))}
 
 
 def apply_rule(
@@ -214,13 +215,14 @@ def apply_rule(
 
     The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
     """
-    value = norm
+    value, old_state = norm, ()
     if rule.init is not None:
+        old_state = state[rule.name]
         # States are float32, so a larger norm counts as the largest float32 and changes no state.
         value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
-    result = rule.update(value.astype(jnp.float32), state, given)
-    threshold, proposed = _checked_result(argument, result, norm, state)
+    result = rule.update(value.astype(jnp.float32), old_state, given)
+    threshold, proposed = _checked_result(argument, result, norm, old_state)
     if norm.dtype == jnp.float64:
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
     if rule.init is None:
@@ -232,7 +234,7 @@ def apply_rule(
         new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)  # never larger
         return jnp.where(keeps, new, old)
 
-    return threshold, jax.tree.map(select, proposed, state)
+    return threshold, {rule.name: jax.tree.map(select, proposed, old_state)}
 
 
 def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tuple[Array, Tree]:
@@ -242,7 +244,8 @@ def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tup
         rule = "a rule that returns a threshold and the next state"
         raise type_error(argument, rule, describe(result), "Return a tuple from `Rule.update`.")
     threshold, proposed = result
-    is_real = any(jnp.issubdtype(dtype_of(threshold), x) for x in (jnp.floating, jnp.integer))
+    dtype = dtype_of(threshold)
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real or np.shape(threshold) not in ((), norm.shape):
         rule = f"a rule that returns a threshold like {describe(norm)}"
         raise type_error(argument, rule, describe(threshold), hint)
@@ -296,7 +299,7 @@ def apply_rules(
     if rule.init is None:
         return norms.map(lambda norm, other: apply(rule, norm, (), other)[0], param_norms), ()
     vector = norms.vector()
-    like = jax.eval_shape(rule.init, jax.ShapeDtypeStruct(vector.shape, jnp.float32))
+    like = jax.eval_shape(lambda: init_state(rule, vector.shape))
     state = states[0] if states else like
     if jax.tree.leaves(like) and (not states or shapes_of(state) != shapes_of(like)):
         hint = "Pass the state of `init` for the structure of the updates."

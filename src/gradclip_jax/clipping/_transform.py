@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -426,8 +426,8 @@ def zclip(
     """
     rule = zscore(z_threshold, decay, warmup_steps)
     if max_norm is not None:
-        max_norm = check_number("max_norm", max_norm, "The paper uses 1; pass None for no bound.")
-        rule = capped(rule, max_norm)
+        hint = "The paper uses 1; pass None for no bound."
+        rule = capped(rule, check_number("max_norm", max_norm, hint))
     return norm_clip("max_norm", rule, axis_name=axis_name)
 
 
@@ -492,6 +492,16 @@ def adagc(
     return norm_clip("relative", both, layer(num_layer_axes), axis_name=axis_name)
 
 
+class ClampState(NamedTuple):
+    """State of `clip_by_value`, which shows `scale_loss` that there is a clip."""
+
+    is_clip = True
+
+    def step_metrics(self) -> dict[str, Array]:
+        """Return the entries of `metrics` for this state, of which there are none."""
+        return {}
+
+
 @public
 def clip_by_value(
     max_value: Number, min_value: Number | None = None
@@ -507,7 +517,7 @@ def clip_by_value(
             a traced `max_value` counts as `max_value`.
 
     Returns:
-        A gradient transformation without a state.
+        A gradient transformation with a `ClampState`, which contains no arrays.
 
     Raises:
         ValueError: If `max_value` is not positive, or if `min_value` is not less than `max_value`.
@@ -524,7 +534,7 @@ def clip_by_value(
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         return _clamp_tree("updates", updates, high, low), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: ClampState(), update)
 
 
 @public

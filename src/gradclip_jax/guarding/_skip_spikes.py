@@ -24,7 +24,7 @@ class SpikeState(NamedTuple):
     Attributes:
         thresholds: Thresholds at the last step for each of "norm" and "loss", float32[]; the
             largest float32 if there is none.
-        rules: State of each threshold rule.
+        rules: State of each threshold rule, in a dictionary by the name of the rule.
     """
 
     thresholds: dict[str, Scalar]
@@ -129,11 +129,18 @@ def skip_spikes(
             thresholds[key] = threshold.astype(jnp.float32)
         return rejections, SpikeState(thresholds, states)
 
-    causes = "nonfinite", *(f"large_{key}" for key in rules)
-    functions = {"init": init, "advance": lambda state, observed, skipped: observed}
-    guard = Guard("skip_spikes", causes, check, **functions)
-    options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
-    return wrap(guard._replace(checks_window=False, axis_name=axis_name, **options), inner)
+    guard = Guard(
+        "skip_spikes",
+        causes=("nonfinite", *(f"large_{key}" for key in rules)),
+        check=check,
+        init=init,
+        advance=lambda state, observed, skipped: observed,
+        checks_window=False,
+        trainable=trainable,
+        axis_name=axis_name,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+    return wrap(guard, inner)
 
 
 _HINT = "Pass `gcx.thresholds.mean_std()`, or `allow_negative=True` to your own `Rule`."

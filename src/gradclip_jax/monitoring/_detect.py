@@ -1,9 +1,8 @@
 """Detect training faults in rows, with NumPy on the host, and describe them as incidents."""
 
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -201,108 +200,54 @@ class Evidence(NamedTuple):
         return (f", {100 * parts.max() / parts.sum():.0f} %" if parts.any() else ""), parts
 
 
-def _parameter(x: Evidence) -> Fault | None:
-    norm = x.row.norms[2, 0]
-    if x.outliers[PARAMETER] or not math.isfinite(norm):
-        return x.compared("parameter norm", norm, PARAMETER), x.row.norms[2, 1:]
-    return None
+def _faults_of(x: Evidence) -> Iterator[tuple[str, str, HostArray]]:
+    """Yield the kind and the description of each fault, and how strong its evidence is by unit.
 
-
-def _nonfinite(x: Evidence, is_kind: Callable[[float], bool]) -> Fault | None:
-    """Describe a gradient norm that is NaN or infinite."""
-    norm, count = float(x.row.norms[0, 0]), int(x.row.nonfinite[0])
-    if not is_kind(norm):
-        return None
-    elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
-    share, parts = x.shares()
-    return f"gradient norm {norm}{elements}{share}", parts
-
-
-def _leaf(x: Evidence) -> Fault | None:
-    units = x.outliers[1 : len(x.drifts)]
-    if units.any() and math.isfinite(x.row.norms[0, 0]):
-        return f"relative gradient norm rose {_ratio(units)} times", units
-    return None
-
-
-def _zero(x: Evidence) -> Fault | None:
-    streaks = x.streaks[: len(x.drifts)]
-    return ("the gradient has become zero", streaks[1:]) if streaks.any() else None
-
-
-def _drift(x: Evidence) -> Fault | None:
-    is_drift = x.drifts.any()
-    return (
-        (f"gradient norm slowly rose {_ratio(x.drifts)} times", x.drifts[1:]) if is_drift else None
-    )
-
-
-def _norm(x: Evidence) -> Fault | None:
-    norm = float(x.row.norms[0, 0])
+    They are in the order of their evidence for a unit, the strongest first.
+    """
+    row, num_norms = x.row, len(x.drifts)
+    norm, _, parameter = row.norms[:, 0].tolist()
+    units, taps = x.outliers[1:num_norms], x.outliers[num_norms:UPDATE]
+    if x.outliers[PARAMETER] or not math.isfinite(parameter):
+        yield "parameter", x.compared("parameter norm", parameter, PARAMETER), row.norms[2, 1:]
+    if not math.isfinite(norm):
+        (share, parts), count = x.shares(), int(row.nonfinite[0])
+        elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
+        kind = "nan" if math.isnan(norm) else "infinity"
+        yield kind, f"gradient norm {norm}{elements}{share}", parts
+    elif units.any():
+        yield "leaf", f"relative gradient norm rose {_ratio(units)} times", units
+    if x.streaks[:num_norms].any():
+        yield "zero", "the gradient has become zero", x.streaks[1:num_norms]
+    if x.drifts.any():
+        yield "drift", f"gradient norm slowly rose {_ratio(x.drifts)} times", x.drifts[1:]
     if x.outliers[0] or (x.has_bad_loss and norm > x.limits[0]):
         share, parts = x.shares()
-        return x.compared("gradient norm", norm, 0) + share, parts
-    return None
+        yield "norm", x.compared("gradient norm", norm, 0) + share, parts
+    if x.has_bad_loss:
+        yield "loss", x.compared("loss", float(row.loss), LOSS), _UNKNOWN
+    if x.risen:
+        yield "risen", x.risen, _UNKNOWN
+    if taps.any():
+        name = x.tap_names[int(np.argmax(taps))]
+        yield "tap", f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
+    if x.streaks[-1]:
+        factor = row.factors.min()
+        text = f"a clip has multiplied {STREAKS['clip']} gradients by less than {STARVING}"
+        never = "a clip multiplies the gradient by 0, its threshold is not positive"
+        yield "clip", f"{text}, now by {factor:.2g}" if factor else never, _UNKNOWN
+    if row.outcome & Outcome.REPLICA_DIFFERS:
+        yield "replica", f"the parameters on device {row.device} differ", _UNKNOWN
+    if row.outcome & Outcome.EMPTY_WINDOW:
+        yield "window", "the weight of the accumulated window is zero", _UNKNOWN
 
 
-def _loss(x: Evidence) -> Fault | None:
-    return (x.compared("loss", float(x.row.loss), LOSS), _UNKNOWN) if x.has_bad_loss else None
-
-
-def _risen(x: Evidence) -> Fault | None:
-    return (x.risen, _UNKNOWN) if x.risen else None
-
-
-def _tap(x: Evidence) -> Fault | None:
-    taps = x.outliers[len(x.drifts) : UPDATE]
-    if not taps.any():
-        return None
-    return f"RMS of the {x.tap_names[int(np.argmax(taps))]} rose {_ratio(taps)} times", _UNKNOWN
-
-
-def _clip(x: Evidence) -> Fault | None:
-    if not x.streaks[-1]:
-        return None
-    factor = x.row.factors.min()
-    if factor == 0:
-        return "a clip multiplies the gradient by 0, its threshold is not positive", _UNKNOWN
-    text = f"a clip has multiplied {STREAKS['clip']} gradients by less than {STARVING}"
-    return f"{text}, now by {factor:.2g}", _UNKNOWN
-
-
-def _replica(x: Evidence) -> Fault | None:
-    differs = x.row.outcome & Outcome.REPLICA_DIFFERS
-    return (f"the parameters on device {x.row.device} differ", _UNKNOWN) if differs else None
-
-
-def _window(x: Evidence) -> Fault | None:
-    is_empty = x.row.outcome & Outcome.EMPTY_WINDOW
-    return ("the weight of the accumulated window is zero", _UNKNOWN) if is_empty else None
-
-
-def _update(x: Evidence) -> Fault | None:
+def _update(x: Evidence) -> tuple[str, HostArray] | None:
+    """Describe an update norm that is large, not finite, or of a skipped step."""
     norm = float(x.row.norms[1, 0])
     if x.outliers[UPDATE] or not math.isfinite(norm) or x.row.outcome & Outcome.SKIPPED:
         return x.compared("update norm", norm, UPDATE), x.row.norms[1, 1:]
     return None
-
-
-FAULTS: dict[str, Callable[[Evidence], Fault | None]] = {
-    "parameter": _parameter,
-    "nan": functools.partial(_nonfinite, is_kind=math.isnan),
-    "infinity": functools.partial(_nonfinite, is_kind=math.isinf),
-    "leaf": _leaf,
-    "zero": _zero,
-    "drift": _drift,
-    "norm": _norm,
-    "loss": _loss,
-    "risen": _risen,
-    "tap": _tap,
-    "clip": _clip,
-    "replica": _replica,
-    "window": _window,
-}
-"""How each kind of fault is recognized, from the strongest evidence for a unit to the weakest."""
 
 
 class Detector:
@@ -378,7 +323,7 @@ class Detector:
 
     def _faults(self, x: Evidence, level: float) -> dict[str, Fault]:
         """Return the faults in one row."""
-        faults = {kind: fault for kind, find in FAULTS.items() if (fault := find(x))}
+        faults = {kind: (text, evidence) for kind, text, evidence in _faults_of(x)}
         if not faults and (fault := _update(x)):  # other faults explain a large update
             faults["update"] = fault
         if "loss" in faults and math.isfinite(x.row.loss) and self.losses.have_grown(level):

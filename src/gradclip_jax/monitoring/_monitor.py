@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_count, check_number, is_traced, listed, shortened
+from .._checks import check_callable, check_count, check_number, is_traced, listed, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
@@ -77,8 +77,9 @@ class Monitor:
         rewind_on_rise: Whether a loss that rises for good, or has only grown since the start, is
             evidence for a rewind. The loss of a language model or a classifier is; a value loss of
             reinforcement learning, which grows with the return, is not.
-        policy: Function that is called with each report and returns it, possibly with another
-            `action`; see docs/recovery.md.
+        policy: Function that is called with each report and returns it with another `action`,
+            `reason` or `batch_ids`, as `report._replace(...)`. Its actions are logged and repeated
+            until the run goes on from an earlier step. None keeps the actions of docs/recovery.md.
 
     Attributes:
         names: Names of units, clips and taps.
@@ -127,9 +128,10 @@ class Monitor:
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
         self._remark = ""  # of `read_log`, about the lines that are not rows
+        if policy is not None:
+            check_callable("policy", policy, "Pass a function of a report.")
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
-        self._policy = Policy(events, rewind_on_rise=rewind_on_rise)
-        self._replace_action = policy
+        self._policy, self._changed = Policy(events, rewind_on_rise=rewind_on_rise), policy
         self.incidents = _incidents_in(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         report = self._policy.update(self.rows, self._recent, rows.end)
@@ -187,16 +189,17 @@ class Monitor:
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
+        lost = int(min(rows.step, default=next_step)) - next_step
         report = self._policy.update(self.rows, self._recent, next_step, saved)
-        if self._replace_action is not None:
-            report = self._replace_action(report._replace(incidents=incidents, rows=rows))
+        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+        if self._changed is not None:
+            report = self._policy.replace(last, self._changed(report))
         report = agreed(report)
         closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
         sampled = closed[np.unique(closed // _UNITS_EVERY, return_index=True)[1]].tolist()
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         with_units = np.isin(rows.step, sampled + near)
-        has_replaced = self._replace_action is not None and report.action != self.report.action
-        if self._policy.last is not last or has_replaced:
+        if self._policy.last is not last:
             # First, because a process that is killed here can go on without the rows.
             lines.append(dict(zip(DECISION, report, strict=False)))
         lines += to_lines(rows, self.names, with_units)
@@ -206,9 +209,8 @@ class Monitor:
                 self._log(dict(line))
         elif self._log is not None:
             append_lines(self._log, lines)
-        lost = int(min(rows.step, default=next_step)) - next_step
-        self.report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
-        return self.report
+        self.report = report
+        return report
 
     def summary(self) -> str:
         """Describe `rows` and all incidents in at most ten lines.
@@ -223,6 +225,9 @@ class Monitor:
         kinds = Counter(kind for x in self.incidents for kind in x.kinds)
         lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_listed(counts)}"]
         lines.append(f"incidents: {len(self.incidents)} ({_listed(kinds)})")
+        clipped = np.any(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=1)
+        if self.names.clips and clipped.size and clipped.mean() in (0, 1):
+            lines.append(f"max_norm: {'every' if clipped[0] else 'no'} step is clipped")
         of_units = _usual_norms(rows.take(rows.has(Outcome.HAS_UNITS)))
         if of_units[:, 1:].size:
             shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
@@ -394,7 +399,7 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
 
 
 def has_micro_batches(rows: Rows) -> bool:
-    """Return whether gradients of micro-batches were measured, around an accumulation."""
+    """Return whether gradients were measured around an accumulation."""
     is_accumulated = rows.has(Outcome.ACCUMULATED) & rows.has(Outcome.HAS_GRADIENT)
     return bool(np.any(is_accumulated & np.isfinite(rows.norms[:, 0, 0])))
 

@@ -114,6 +114,7 @@ class Policy:
                 self.last = Report(*fields)
         self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
         self.has_saved = False
+        self.explained_until = 0  # evidence before this step was explained
         self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
 
     @property
@@ -126,6 +127,7 @@ class Policy:
         """Go on from an earlier step, because the run was rewound or restarted."""
         self.stale |= {i for i in self.saved if i > step}
         self.good_until, self.is_pending = min(self.good_until, step), False
+        self.explained_until = min(self.explained_until, step)
 
     def update(
         self,
@@ -164,10 +166,11 @@ class Policy:
                 self._confirm(rows.step, num_quiet[rows.step <= found.step])
                 if found.action == "stop" or self.good_step is not None:
                     self.last, self.is_pending = self._decide(found, count), True
-                else:
-                    saved_none = "`saved=` was never passed to `Monitor.read`"
-                    why = "no checkpoint is good" if self.has_saved else saved_none
+                elif found.first >= self.explained_until:
+                    not_passed = "`saved=` was never passed to `Monitor.read`"
+                    why = "no checkpoint is good" if self.has_saved else not_passed
                     missing = f"{found.reason}; no rewind, because {why}"
+                    self.explained_until = rows.end
         self._confirm(rows.step, num_quiet)
         if self.is_pending:
             return self.last._replace(step=rows.end)
@@ -176,6 +179,16 @@ class Policy:
         action = "save" if can_save else "continue"
         left_out, num_lowers = self.last.batch_ids, self.last.num_lowers
         return Report(rows.end, action, missing, self.good_step, left_out, count, num_lowers)
+
+    def replace(self, last: Report, report: Report) -> Report:
+        """Continue with a report that a user's function returned; `last` is the decision before."""
+        decided = slice(1, len(DECISION))  # the step is not part of a decision
+        self.is_pending = report.action not in ("continue", "save")
+        if not self.is_pending:
+            self.last = last
+        elif report[decided] != self.last[decided]:
+            self.last = report
+        return report
 
     def _decide(self, found: "Evidence", count: int) -> Report:
         """Return the decision that evidence leads to after `count` rewinds."""
@@ -291,4 +304,6 @@ def agreed(report: Report) -> Report:
     text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    decision = Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    found = {name: getattr(report, name) for name in ("incidents", "rows", "lost_rows")}
+    return decision._replace(**found)

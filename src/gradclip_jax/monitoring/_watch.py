@@ -30,7 +30,7 @@ from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
 from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
-from ..norms._mesh import check_axis_name, replicated, reshard_like
+from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
@@ -441,6 +441,8 @@ def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Sc
     They are compared in phase 0 of the steps between two checks. Replicas execute the same program
     on the same inputs, so their norms are identical bit for bit.
     """
+    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
+        axis_index(name, "replica_axis")  # raises if the axis is not mapped
 
     def compare(norms: Array) -> tuple[Scalar, Scalar]:
         count = lax.axis_size(axis_name)

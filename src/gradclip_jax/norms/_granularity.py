@@ -36,7 +36,7 @@ def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable])
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     index_of = {label: i for i, label in enumerate(labels)}
-    index = tuple(i if i is None else index_of.get(groups.labels[i]) for i in groups.index)
+    index = tuple(i if i is None else index_of.get(groups.labels[i]) for i in groups.group_of_leaf)
     return NormGroups(index, len(labels), tuple(labels))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -17,6 +18,7 @@ from .._devices import (
     broadcast_scalar,
     map_arrays,
     reduce_arrays,
+    stack,
     stackable,
     tree_reduce,
 )
@@ -31,8 +33,8 @@ class NormGroups(NamedTuple):
     """Which elements of the inexact leaves of a tree share a norm.
 
     Attributes:
-        index: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf belongs
-            to no group.
+        group_of_leaf: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf
+            belongs to no group.
         size: Number of arrays in `PerGroup.arrays`.
         labels: Labels of groups of leaves.
         axes: For each leaf, the axes over which one norm is computed, if each slice of a leaf is a
@@ -41,16 +43,12 @@ class NormGroups(NamedTuple):
         is_rms: Whether thresholds limit root mean squares instead of norms.
     """
 
-    index: tuple[int | None, ...]
+    group_of_leaf: tuple[int | None, ...]
     size: int
     labels: tuple[Hashable, ...] = ()
     axes: tuple[Axes, ...] | None = None
     is_local: bool = False
     is_rms: bool = False
-
-    def axes_of(self, leaves: Sequence[Array]) -> Sequence[Axes]:
-        """Return the axes of each leaf over which one norm is computed."""
-        return [tuple(range(x.ndim)) for x in leaves] if self.axes is None else self.axes
 
     def count(self, leaves: Sequence[Array]) -> int:
         """Return the number of norm groups of a tree with these inexact leaves."""
@@ -101,7 +99,7 @@ class PerGroup:
 
         All groups share those of `others` that are scalars.
         """
-        columns = (x.arrays if isinstance(x, PerGroup) else [x] * len(self.arrays) for x in others)
+        columns = [x.arrays if isinstance(x, PerGroup) else [x] * len(self.arrays) for x in others]
         return PerGroup(map_arrays(fun, self.arrays, *columns), self.groups)
 
     def min(self, initial: float) -> Scalar:
@@ -122,13 +120,17 @@ class PerGroup:
         """Whether there is one norm group, whose number is a scalar."""
         return len(self.arrays) == 1 and not self.arrays[0].ndim
 
-    def for_leaves(self, leaves: Sequence[Array]) -> list[Array | None]:
+    def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
         """Return the numbers of each leaf, which broadcast against it; None without a group."""
-        index = self.groups.index
         if len(self.arrays) != 1:
-            return [None if i is None else self.arrays[i] for i in index]
+            return [None if i is None else self.arrays[i] for i in self.groups.group_of_leaf]
         numbers = broadcast_scalar(self.arrays[0], leaves)
-        return [None if i is None else x for i, x in zip(index, numbers, strict=True)]
+        if None not in self.groups.group_of_leaf:
+            return numbers
+        return [
+            None if i is None else x
+            for i, x in zip(self.groups.group_of_leaf, numbers, strict=True)
+        ]
 
     def by_label(self) -> dict[str, Scalar]:
         """Return the number of each group with a label."""
@@ -168,16 +170,19 @@ def reduce_groups(
 
     `terms(leaf, axes, *columns)` reduces a leaf over the axes to the terms of its groups.
     """
-    shards = [shard_axes(x, () if groups.is_local else axis_name) for x in leaves]
+    over = () if groups.is_local else axis_name
+    shards = list(map(functools.partial(shard_axes, axis_name=over), leaves))
     everywhere = frozenset[str]().union(*shards)
-    parts: list[list[Array]] = [[] for _ in range(groups.size)]
-    terms_of_leaves = map(terms, leaves, groups.axes_of(leaves), *columns)
-    for i, shard, part in zip(groups.index, shards, terms_of_leaves, strict=True):
-        if i is not None:
-            is_repeated = is_sum and shard != everywhere  # count a replicated leaf once
-            parts[i].append(part / replica_count(shard, everywhere) if is_repeated else part)
+    parts: dict[int | None, list[Array]] = collections.defaultdict(list)
+    for i, (group, x, *others) in enumerate(
+        zip(groups.group_of_leaf, leaves, *columns, strict=True)
+    ):
+        part = terms(x, groups.axes[i] if groups.axes else tuple(range(x.ndim)), *others)
+        is_repeated = is_sum and shards[i] != everywhere  # count a replicated leaf once
+        parts[group].append(part / replica_count(shards[i], everywhere) if is_repeated else part)
+    reduce = functools.partial(tree_reduce, jnp.sum if is_sum else jnp.max)
     empty = [jnp.zeros((), norm_dtype(leaves))]
-    totals = [tree_reduce(jnp.sum if is_sum else jnp.max, part or empty) for part in parts]
+    totals = [reduce(parts[group] or empty) for group in range(groups.size)]
     if not everywhere:
         return totals
     vector = jnp.concatenate([x.reshape(-1) for x in totals])
@@ -192,17 +197,12 @@ def stack_small(
     Returns the indices of the leaves in each stack, the norm groups of the stacks, and for each
     column its stacks.
     """
-    leaves = columns[0]
-    keys = groups.axes or groups.index
-    large = [i if x.size > MAX_STACKED_SIZE else None for i, x in enumerate(leaves)]
-    members = stackable(*columns, labels=list(zip(keys, large, strict=True)))
-    stacks = [
-        [jnp.stack([x[i] for i in own]) if len(own) > 1 else x[own[0]] for own in members]
-        for x in columns
-    ]
+    labels = groups.axes or groups.group_of_leaf
+    members = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
+    stacks = [stack(x, members) for x in columns]
     if groups.axes is None:
-        index = tuple(groups.index[own[0]] for own in members)
-        return members, groups._replace(index=index), stacks
+        group_of_leaf = tuple(groups.group_of_leaf[own[0]] for own in members)
+        return members, groups._replace(group_of_leaf=group_of_leaf), stacks
     axes = [tuple(a + (len(own) > 1) for a in groups.axes[own[0]]) for own in members]
     return members, slice_groups(axes, is_local=groups.is_local), stacks
 

@@ -98,8 +98,10 @@ def inexact_shapes(tree: Tree) -> list[Any]:
 
 def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
     """Return float32, or float64 if a leaf is float64 or complex128."""
-    is_wide = {x.dtype for x in leaves} & {np.dtype("float64"), np.dtype("complex128")}
-    return jnp.float64 if is_wide else jnp.float32
+    for x in leaves:
+        if x.dtype in (np.dtype("float64"), np.dtype("complex128")):
+            return jnp.float64
+    return jnp.float32
 
 
 def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
@@ -114,7 +116,3 @@ def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
     if is_complex:
         return jnp.complex128 if bits == 64 else jnp.complex64
     return jnp.float64 if bits == 64 else jnp.float32
-
-
-# The names before this module was rewritten.
-is_measured, measured_leaves, measured_shapes = is_inexact, inexact_leaves, inexact_shapes

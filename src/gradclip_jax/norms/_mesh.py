@@ -37,15 +37,19 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
         return frozenset()
     varying = varying_axes(x)
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
-        try:
-            is_untyped = name not in varying_axes(lax.axis_index(name))
-        except NameError as error:
-            rule = "an axis of an enclosing `shard_map`, `pmap` or `vmap`"
-            hint = "Omit it outside of these functions."
-            raise value_error("axis_name", rule, repr(name), hint) from error
-        if is_untyped:
+        if name not in varying_axes(axis_index(name)):
             varying |= {name}
     return varying
+
+
+def axis_index(name: str, argument: str = "axis_name") -> Array:
+    """Return the index of this device along a mapped axis, or raise if the axis is not mapped."""
+    try:
+        return lax.axis_index(name)
+    except NameError as error:
+        rule = "an axis of an enclosing `shard_map`, `pmap` or `vmap`"
+        hint = "Omit it outside of these functions."
+        raise value_error(argument, rule, repr(name), hint) from error
 
 
 def check_axis_name(axis_name: object, argument: str = "axis_name") -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._checks import check_ord, is_traced, shortened
+from .._devices import map_arrays
 from .._errors import public, value_error
 from .._types import Array, AxisName, Number, Order, Scalar, Tree
 from ._groups import (
@@ -186,7 +187,7 @@ def _l2_norms(leaves: list[Array], groups: NormGroups, axis_name: AxisName) -> P
         _, stacked, (leaves,) = stack_small(groups, leaves)
     terms = functools.partial(sum_of_squares, dtype=dtype)
     sums = reduce_groups(terms, leaves, groups=stacked, axis_name=axis_name)
-    return PerGroup(sums, groups).map(jnp.sqrt)
+    return PerGroup(map_arrays(jnp.sqrt, sums), groups)
 
 
 @_l2_norms.defjvp
@@ -196,7 +197,9 @@ def _l2_norms_jvp(
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = _l2_norms(leaves, groups, axis_name), norm_dtype(leaves)
-    by_leaf = [norms.arrays[i or 0] for i in groups.index]  # any norm for a leaf without a group
+    by_leaf = [
+        norms.arrays[i or 0] for i in groups.group_of_leaf
+    ]  # any norm for a leaf without a group
 
     def along(x: Array, axes: Axes, norm: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)
@@ -230,7 +233,7 @@ def magnitude(x: Array, dtype: DTypeLike) -> Array:
 def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:
     """Divide the norm of each slice of each leaf by the root of its number of elements."""
     roots: list[Array] = []
-    for x, axes, norm in zip(leaves, norms.groups.axes_of(leaves), norms.arrays, strict=True):
+    for x, axes, norm in zip(leaves, norms.groups.axes or (), norms.arrays, strict=True):
         num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
         size = num_shards * math.prod(x.shape[i] for i in axes)
         roots.append(jnp.asarray(math.sqrt(max(size, 1)), norm.dtype))

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
-from ..clipping._formula import factor_of
+from ..clipping._formula import Reaction, factor_of
 from ..norms._leaves import wide_dtype
-from ..norms._mesh import shard_axes, sum_over, varying_axes
+from ..norms._mesh import check_axis_name, shard_axes, sum_over, varying_axes
 from ._clipped_sum import sums_and_norms
-from ._loss import Examples, Loss, Outputs, by_label, groups_of, replace_measured, sum_parts
+from ._loss import Examples, Loss, Outputs, by_label, groups_of, sum_parts
 
 
 class Stats(NamedTuple):
@@ -52,7 +51,7 @@ def value_and_grad(
     has_aux: bool = False,
     has_weight: bool = False,
     param_labels: Labels | None = None,
-    reaction: str | Callable[[Array, Array], Array] = "scale",
+    reaction: Reaction = "scale",
     reduction: str = "mean",
     nonfinite: str = "propagate",
     num_microbatches: int = 1,
@@ -155,6 +154,7 @@ def value_and_grad(
     check_choice("reduction", reduction, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_parts(num_microbatches, num_real_microbatches)
+    check_axis_name(axis_name)
 
     def run(*args: Any, **kwargs: Any) -> tuple[tuple[Array, Stats], Tree]:
         examples = loss.bind(args, kwargs, num_microbatches)
@@ -194,7 +194,7 @@ def norms(
     | norms and elements outside the range of `global_norm` | infinite above, 0 below |
     | a gradient with a NaN | NaN; the norms of other examples do not change |
     | an empty batch | an empty vector |
-    | integer leaves of the parameters | ignored |
+    | integer leaves of the parameters | an error, as in `jax.grad` |
 
     Call the returned function inside `jax.jit`.
 
@@ -255,7 +255,7 @@ class _Clip(NamedTuple):
 
     groups: dict[Hashable, list[int]]
     thresholds: Mapping[Hashable, Number]
-    reaction: str | Callable[[Array, Array], Array]
+    reaction: Reaction
     drops: bool
 
     def is_finite(self, outputs: Outputs, norms: list[Array]) -> Array:
@@ -304,6 +304,4 @@ def _reduced(
     if is_mean:
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
-    # Return float0 gradients for integer leaves, as `jax.grad(allow_int=True)` does.
-    zeros = functools.partial(np.zeros, dtype=jax.dtypes.float0)
-    return value, replace_measured(examples.params, grads, lambda x: zeros(np.shape(x)))
+    return value, jax.tree.unflatten(jax.tree.structure(examples.params), grads)

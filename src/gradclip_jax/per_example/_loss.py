@@ -22,7 +22,6 @@ from ..accumulation._split import (
     in_one_form,
     in_order,
 )
-from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mesh import vary, varying_axes, zeros_of_type
 from ._evaluate import evaluate
 from ._factored import Value
@@ -72,7 +71,8 @@ class Loss:
         call = in_one_form(self.fun, self.has_weight, self.has_aux)
 
         def value_of(leaves: list[Array], example: Example) -> ValueAndRest:
-            chosen = split.with_differentiated(args, replace_measured(params, leaves))
+            new = jax.tree.unflatten(jax.tree.structure(params), leaves)
+            chosen = split.with_differentiated(args, new)
             for i, x in zip(split.batches, example, strict=True):
                 chosen[i] = x
             try:
@@ -87,13 +87,17 @@ class Loss:
             return jnp.asarray(value), (weight, aux)
 
         batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
-        return Examples(value_of, params, inexact_leaves(params), batch)
+        leaves = list(map(jnp.asarray, jax.tree.leaves(params)))
+        return Examples(value_of, params, leaves, batch)
 
 
 def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
     """Explain an error in the loss function by listing the shapes of one example."""
     shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
-    note = f"`fun` was called with one example, without a batch axis: {shapes}."
+    note = (
+        f"`fun` was called with one example, without a batch axis: {shapes}. If it needs a batch, "
+        "pass `lambda params, x: fun(params, x[None])`."
+    )
     for i, arg in enumerate(args):
         is_whole = i not in (*split.batches, *split.differentiated)
         if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
@@ -133,22 +137,15 @@ class Examples(NamedTuple):
         return Outputs(value, weight, aux, outs[count:])
 
 
-def replace_measured(
-    tree: Tree, new: Iterable[Array], other: Callable[[Array], object] = lambda x: x
-) -> Tree:
-    """Replace the differentiated leaves of a pytree, and apply `other` to all other leaves."""
-    leaves = iter(new)
-    return jax.tree.map(lambda x: next(leaves) if is_inexact(x) else other(x), tree)
-
-
 def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable, list[int]]:
     """Return the leaf indices of each label, or of the single label None without `param_labels`."""
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
     labels = labels_of(param_labels, "params", examples.params)
-    pairs = zip(labels, jax.tree.leaves(examples.params), strict=True)
-    of = [label for label, x in pairs if is_inexact(x)]
-    return {label: [i for i, k in enumerate(of) if k == label] for label in dict.fromkeys(of)}
+    groups: dict[Hashable, list[int]] = {}
+    for i, label in enumerate(labels):
+        groups.setdefault(label, []).append(i)
+    return groups
 
 
 def by_label(labels: Iterable[Hashable], rows: Sequence[Array]) -> Array | dict[Hashable, Array]:

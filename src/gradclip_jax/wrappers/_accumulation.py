@@ -61,12 +61,14 @@ class MicroBatch(NamedTuple):
     """The arguments of one call of an accumulation.
 
     Attributes:
-        weight: Weight of the micro-batch, float32[].
+        weight: Weight of the micro-batch, float32[]; 1 if no weight was passed.
+        has_weight: Whether a weight was passed.
         flush: Whether the window closes in this call, bool[].
         extra_args: Extra arguments of `update`, except for `weight` and `flush`.
     """
 
     weight: Scalar
+    has_weight: bool
     flush: Scalar
     extra_args: ExtraArgs
 
@@ -83,8 +85,9 @@ def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
         hint = "Pass True to close the window in this call."
         raise type_error("flush", "a bool scalar", describe(flush), hint)
     others = {name: x for name, x in extra_args.items() if name not in ("weight", "flush")}
-    weight = extra_args.get("weight")
-    return MicroBatch(as_weight(1 if weight is None else weight), jnp.asarray(flush), others)
+    has_weight = extra_args.get("weight") is not None
+    weight = as_weight(extra_args["weight"] if has_weight else 1)
+    return MicroBatch(weight, has_weight, jnp.asarray(flush), others)
 
 
 class Accumulation(NamedTuple):
@@ -147,7 +150,8 @@ class Accumulation(NamedTuple):
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
-            gradient = gradient.add(grads, batch.weight, is_added)
+            weight = batch.weight if batch.has_weight else None
+            gradient = gradient.add(grads, weight, is_added)
         else:
             gradient = WeightedSum((), jnp.where(is_added, batch.weight, 0))
         state = state._replace(

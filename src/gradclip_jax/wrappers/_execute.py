@@ -325,7 +325,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
 
     start = window.gradient.total, carry
     # Without a weight or a guard, each micro-batch is known to close a window of one.
-    is_known = not (has_sum or update.outer or "weight" in extra_args)
+    is_known = not (has_sum or update.outer or batch.has_weight)
     # If the window stays open, the updates are zeros, and no guard rejects.
     (output, report), (total, carry) = run_step(is_known or closes & has_weight, step, start)
     window = window._replace(gradient=window.gradient._replace(total=total))

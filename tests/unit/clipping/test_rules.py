@@ -43,7 +43,7 @@ def _follow(rule, norms):
 
     def step(state, norm):
         state = tx.update(norm, state)[1]
-        return state, (state.clip_threshold, state.rules[0])
+        return state, (state.clip_threshold, state.rules[0][rule.name])
 
     return jax.lax.scan(step, tx.init(norms[0]), norms)[1]
 
@@ -281,7 +281,7 @@ def test_adagc_gives_what_the_authors_code_gives(run):
     given, norms = run.given, norms_of(run.leaves)
     names = "clip_ratio", "max_norm", "beta", "start_clip_steps"
     updates, states, _ = train(gcx.adagc(*(given[name] for name in names)), run.leaves)
-    found = norms_of(updates), states.rules[0].average
+    found = norms_of(updates), states.rules[0]["adagc"].average
     theirs = recorded.numbers(run.gave["clipped_norm"]), recorded.numbers(run.gave["gamma_after"])
     # Theirs: 1e-6 in each denominator, and zeros are part of the average.
     for leaf, norm in enumerate(norms.T):

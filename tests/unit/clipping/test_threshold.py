@@ -58,7 +58,7 @@ def test_schedule_counts_a_step_whose_norm_is_not_finite():
     clip = gcx.clip_by_norm(lambda count: 1.0 + count)
     _, states, _ = train(clip, np.float32([1, math.nan, 1]))
     assert states.clip_threshold.tolist() == [1.0, 2.0, 3.0]
-    assert states.rules[0].tolist() == [1, 2, 3]
+    assert states.rules[0]["schedule"].tolist() == [1, 2, 3]
 
 
 def test_a_step_with_one_bad_norm_changes_the_state_of_no_norm():

@@ -43,7 +43,7 @@ def test_the_verdict_costs_one_all_reduce_of_a_number_in_shard_map(guard):
     [
         (1.0, 1.0, True),
         (np.nextafter(np.float32(1), np.float32(2)), 1.0, False),
-        (2.0**63, np.inf, True),
+        (2.0**62, np.inf, True),
         (np.inf, np.inf, False),
         (np.nan, np.inf, False),
     ],

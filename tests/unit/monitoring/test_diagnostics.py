@@ -1,6 +1,7 @@
 """Diagnostics on the host: bad leaves by path, a suggested max_norm, and a step that runs twice."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -41,47 +42,68 @@ def test_the_suggestion_is_a_percentile_of_what_is_finite():
     assert suggest_max_norm([4.0, 1.0, 2.0, np.inf]) == 2.0  # the median
 
 
-def test_a_bit_that_flips_in_one_run_is_named_with_its_leaf_and_its_device():
-    mesh, runs = jax.make_mesh((8,), ("data",)), {}
+def flipped(x, element):
+    x = np.array(x)
+    x.view(np.uint32).reshape(-1)[element] ^= 1 << 7
+    return x
 
-    def fault(device):
-        runs[int(device)] = runs.get(int(device), 0) + 1
-        return np.uint32(int(device) == 5 and runs[int(device)] == 2)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    def body(w):
-        shape = jax.ShapeDtypeStruct((), jnp.uint32)
-        flipped = jax.pure_callback(fault, shape, jax.lax.axis_index("data"))
-        return jax.lax.bitcast_convert_type(
-            jax.lax.bitcast_convert_type(0.9 * w, jnp.uint32) ^ flipped, jnp.float32
-        )
+def step_with_fault(kind, leaf, device, rng):
+    """A step that doubles its parameters, with a fault in one device or in all of them."""
+    count, run, element = itertools.count(), rng.integers(4), rng.integers(2)
+    double, join = jax.jit(lambda x: 2 * x), jax.make_array_from_single_device_arrays
 
-    step = jax.jit(lambda params: {"w": body(params["w"]), "b": params["b"] + 1})
+    def step(params):
+        is_wrong, outputs = {"transient": next(count) == run, "device": True}.get(kind), {}
+        for key, x in params.items():
+            y, pieces = double(x), []
+            for shard in y.addressable_shards:
+                piece = np.array(shard.data)
+                if is_wrong and key == leaf and shard.device.id == device:
+                    piece = flipped(piece, element)
+                if kind == "not reproducible":
+                    piece = piece + rng.random()
+                pieces.append(jax.device_put(piece, shard.device))
+            outputs[key] = join(y.shape, y.sharding, pieces)
+        return outputs
+
+    return step
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_verdicts_on_200_injected_faults_name_the_device(seed):
+    rng, mesh = np.random.default_rng(seed), jax.make_mesh((8,), ("data",))
+    params = {"w": jnp.arange(16.0), "b": jnp.zeros(3)}
+    specs = {"w": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P())}
+    params = jax.device_put(params, specs)
+    for i in range(50):
+        kind = ("transient", "device", "not reproducible", "equal", "device")[i % 5]
+        leaf, device = "wb"[rng.integers(2)], int(rng.integers(8))
+        found = verify_step(step_with_fault(kind, leaf, device, rng), params)
+        assert found.verdict == kind
+        if kind in ("transient", "device"):
+            assert found.devices == {f"['{leaf}']": [device]}
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"), [([0, 1, 0], "transient"), ([0, 1, 2], "not reproducible")]
+)
+def test_without_other_devices_a_third_run_tells_a_transient_fault(runs, verdict):
+    values = iter(runs)
+    assert verify_step(lambda: jnp.float32(next(values))).verdict == verdict
+
+
+def test_a_step_that_contains_its_devices_is_compared_on_these():
+    mesh = jax.make_mesh((8,), ("data",))
+    spread = jax.shard_map(lambda w: 0.9 * w, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     w = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
-    params = {"w": w, "b": jnp.zeros(3, jnp.bfloat16)}
-    assert verify_step(step, params) == {"['w']": [5]}
-    assert verify_step(step, params) == {}
-
-
-def test_a_replicated_output_is_compared_on_each_device():
-    mesh, runs = jax.make_mesh((8,), ("data",)), []
-    replicated = jax.device_put(jnp.ones(4), NamedSharding(mesh, P()))
-
-    def step(x):
-        runs.append(x)
-        copies = [np.array(shard.data) for shard in x.addressable_shards]
-        if len(runs) == 2:
-            copies[2][1] = np.nextafter(copies[2][1], 2)
-        copies = [jax.device_put(*pair) for pair in zip(copies, mesh.devices, strict=True)]
-        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)
-
-    assert verify_step(step, replicated) == {"": [mesh.devices[2].id]}
+    assert verify_step(jax.jit(spread), w) == ("equal", {})
 
 
 def test_bits_are_compared_instead_of_values():
-    runs = iter([0.0, -0.0])
+    runs = iter([0.0, -0.0, 0.0, 0.0])
     found = verify_step(lambda: {"loss": jnp.float32(next(runs)), "nan": jnp.float32(np.nan)})
-    assert found == {"['loss']": [jax.devices()[0].id]}
+    assert found == ("transient", {"['loss']": [jax.devices()[0].id]})
 
 
 def test_outputs_that_only_one_run_has_differ():
@@ -104,5 +126,5 @@ def test_donated_arguments_and_keys_stay_valid_and_other_outputs_are_ignored():
 
     params = jnp.ones(3)
     args = params, tx.init(params), jax.random.key(0)
-    assert verify_step(with_others, *args, scale=2.0) == {}
+    assert verify_step(with_others, *args, scale=2.0) == ("equal", {})
     jax.block_until_ready(step(*args, scale=2.0))

@@ -91,7 +91,7 @@ def test_rows_of_open_windows_are_empty_or_repeated():
         (lambda: optax.sgd(1.0).init(PARAMS), {}, TypeError, "got tuple"),
         (lambda: TX.init({"x": PARAMS["a"], "b": PARAMS["b"]}), {}, ValueError, "other names"),
         (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
-        (lambda: TX.init(PARAMS), {"mask": {"a": True, "b": False}}, ValueError, "mask"),
+        (lambda: TX.init(PARAMS), {"trainable": {"a": True, "b": False}}, ValueError, "trainable"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
         (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
         (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, "one run"),
@@ -254,6 +254,33 @@ def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     assert read_log(path).rows.step.tolist() == list(range(20))
 
 
+def test_a_function_of_the_rows_replaces_the_policy_and_its_decision_is_logged_once(tmp_path):
+    def policy(report):
+        is_large = report.rows.norms[:, 0, 0] > 100
+        if not is_large.any():
+            return report
+        batch_ids = report.rows.batch_id[is_large].tolist()
+        return report._replace(action="rewind", reason="norm above 100", batch_ids=batch_ids)
+
+    monitor = gcx.Monitor(PARAMS, log=tmp_path / "a.jsonl", policy=policy)
+    state = train(TX.init(PARAMS), 0, 10)
+    assert monitor.read(state).action == "continue"
+    large = jax.tree.map(lambda x: 1000 * x, grads_of(10))
+    _, state = UPDATE(large, state, PARAMS, value=np.float32(1), batch_id=10)
+    report = monitor.read(state)
+    assert (report.action, report.batch_ids, report.reason) == ("rewind", [10], "norm above 100")
+    assert monitor.read(train(state, 11, 15)).action == "rewind"  # until the run is rewound
+    assert sum("action" in line for line in lines_of(tmp_path / "a.jsonl")) == 1
+    resumed = gcx.Monitor(PARAMS, log=tmp_path / "a.jsonl", resume=True)
+    assert (resumed.report.action, resumed.report.batch_ids) == ("rewind", [10])
+
+    keep_on = gcx.Monitor(PARAMS, policy=lambda x: x._replace(action="continue"))
+    state = train(TX.init(PARAMS), 0, 16, bad=range(5, 16))
+    assert keep_on.read(state).action == "continue"
+    with pytest.raises(TypeError, match="^Monitor: `policy` must be a function"):
+        gcx.Monitor(PARAMS, policy=3)
+
+
 def test_the_summary_says_in_ten_lines_what_a_run_was():
     assert gcx.Monitor(PARAMS).summary() == "no steps"
     tx = gcx.watch(gcx.skip_nonfinite(optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1))))
@@ -267,6 +294,14 @@ def test_the_summary_says_in_ten_lines_what_a_run_was():
     assert "largest shares of the squared gradient norm: b " in text
     assert "2 (2 nan)" in text
     assert f"max_norm: {max_norm:.2g}" in text and "have skipped 2 of 20 steps" in text
+
+
+@pytest.mark.parametrize(("max_norm", "word"), [(1e-2, "every"), (1e2, "no")])
+def test_the_summary_says_that_a_threshold_clips_everything_or_nothing(max_norm, word):
+    tx = gcx.watch(optax.chain(gcx.clip_by_global_norm(max_norm), optax.sgd(0.1)))
+    monitor = gcx.Monitor(PARAMS)
+    monitor.read(train(tx.init(PARAMS), 0, 5, jax.jit(tx.update)))
+    assert f"max_norm: {word} step is clipped" in monitor.summary()
 
 
 def titles(figure):

@@ -178,6 +178,24 @@ def test_a_report_says_once_why_there_is_no_rewind(saved, why):
     assert run.read(70) == "save" and run.last.reason == ""
 
 
+def test_a_stretch_that_went_on_at_the_rewind_may_go_on_once_with_the_batches_that_follow():
+    run = Run(saved=[0])
+    assert run.read(82, bad=range(50, 82)) == "rewind" and len(run.last.batch_ids) == 32
+    run.rewind()
+    assert run.read(87, bad=range(50, 78)) == "rewind" and len(run.last.batch_ids) == 32 + 28
+    run.rewind()
+    assert run.read(87, bad=range(50, 78)) == "lower" and run.last.batch_ids == []
+
+
+def test_bad_batches_in_other_places_lower_after_three_rewinds_and_stay_left_out():
+    run, actions = Run(saved=[0]), []
+    for first in (50, 150, 250, 350):
+        actions.append(run.read(first + 20, bad=range(first, first + 3)))
+        run.rewind()
+    assert actions == ["rewind", "rewind", "rewind", "lower"]
+    assert len(run.last.batch_ids) == 12 and run.last.num_lowers == 1
+
+
 def test_rewinds_are_forgotten_after_1000_steps():
     run = Run(saved=[0])
     assert run.read(70, bad=[50, 51, 52]) == "rewind"
@@ -204,8 +222,12 @@ def test_after_a_rewind_its_checkpoint_is_still_good_and_later_ones_count_once_t
 
 
 def test_without_a_good_checkpoint_a_finite_stretch_is_only_reported():
+    run = Run(saved=None)
+    assert run.read(60) == "save"
+    assert run.read(30, bad=range(60, 63)) == "continue" and "never passed" in run.last.reason
+    assert run.read(40) == "save" and not run.last.reason  # said once
     run = Run()
-    assert run.read(90, bad=range(50, 53)) == "save"
+    assert run.read(90, bad=range(50, 53)) == "save" and "no checkpoint is good" in run.last.reason
     assert run.read(40, saved=[88]) == "save"  # that no later checkpoint is rewound to
     run.read(0, saved=[])
     assert run.read(9, norms={135: np.nan}) == "stop" and "no checkpoint" in run.last.reason

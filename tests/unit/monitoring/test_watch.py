@@ -281,7 +281,7 @@ def test_in_shard_map_an_update_that_inner_averages_counts_once():
     def step(params, grads):
         return tx.update(grads[0], tx.init(params), params)[1]
 
-    names = ("gradient_norm", "update_norm", "parameter_norm")
+    names = ("grad_norm", "update_norm", "parameter_norm")
     found = [gcx.metrics(step(params, grads))[name] for name in names]
     np.testing.assert_allclose(found, [norm64(grads), norm64(0.1 * grads.mean(0)), 5], rtol=1e-5)
 
