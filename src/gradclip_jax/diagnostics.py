@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import typing
 from collections import abc
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def _count_on_device(x: _types.Array) -> _types.Array:
     return jnp.sum(~jnp.isfinite(x))
 
 
-class Verification(NamedTuple):
+class Verification(typing.NamedTuple):
     """What `verify_step` found.
 
     Attributes:
