@@ -55,7 +55,8 @@ PAGES = {
         " [Logging](../recipes/logging.md).",
         "metrics watch Monitor diagnostics.Report last_row incidents diagnostics.Incident"
         " diagnostics.Outcome diagnostics.read_log diagnostics.plot_log"
-        " diagnostics.suggest_max_norm diagnostics.nonfinite_leaves diagnostics.verify_step",
+        " diagnostics.suggest_max_norm diagnostics.nonfinite_leaves diagnostics.verify_step"
+        " diagnostics.Verification",
     ),
     "taps": (
         "# Taps\n\nThe guide is [Taps](../taps.md).",

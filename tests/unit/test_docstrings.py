@@ -18,6 +18,7 @@ WITHOUT = {
     "diagnostics.AccumulationStats",
     "diagnostics.Incident",
     "diagnostics.Report",
+    "diagnostics.Verification",
     "granularities.Granularity",
     "per_example.Stats",
 }
