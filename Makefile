@@ -129,10 +129,10 @@ test-trainer-%: .venv-trainer-%/.installed
 # Their own tests of the parts that an adapter replaces. Their archives on PyPI have no tests, so that
 # a clone is needed: of GitHub, or of CLONES=/path, a folder with owner/name in it. A command, not in CI.
 CLONES ?= https://github.com
-test-their-own: $(addprefix test-their-own-,tunix maxtext maxtext_accumulation levanter)  ## trainers' own tests through adapters
+test-their-own: $(addprefix test-their-own-,tunix maxtext maxtext_accumulation)  ## trainers' own tests through adapters
 
 test-their-own-%: CLONE = $(word 2,$(subst :, ,$(filter $(firstword $(subst _, ,$*)):%,\
-	tunix:google/tunix maxtext:AI-Hypercomputer/maxtext levanter:marin-community/levanter)))
+	tunix:google/tunix maxtext:AI-Hypercomputer/maxtext)))
 test-their-own-%:
 	$(MAKE) .venv-trainer-$(firstword $(subst _, ,$*))/.installed
 	@test -d .theirs/$(CLONE) || git clone --quiet --depth 1 $(CLONES)/$(CLONE) .theirs/$(CLONE)

@@ -25,7 +25,8 @@ def test_the_table_has_the_lines_of_the_adapter_and_the_tests_that_pass(path):
     values = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("PASSED", "DIFFERENCES")
+        if isinstance(node, ast.Assign)
+        and getattr(node.targets[0], "id", "") in ("PASSED", "DIFFERENCES")
     }
     total = values["PASSED"] + len(values["DIFFERENCES"])
     page = (ROOT / "docs/trainers/index.md").read_text()

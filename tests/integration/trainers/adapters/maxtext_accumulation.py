@@ -7,7 +7,9 @@ from flax import nnx
 import gradclip_jax as gcx
 
 
-def gradient_accumulation_loss_and_grad(fun, config, model, params, params_shardings, data, dropout_rng):
+def gradient_accumulation_loss_and_grad(
+    fun, config, model, params, params_shardings, data, dropout_rng
+):
     graphdef, params, keys, rest = nnx.split(model, nnx.Param, nnx.RngKey, ...)
     if config.shard_optimizer_over_data:
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)

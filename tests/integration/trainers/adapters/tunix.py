@@ -30,7 +30,9 @@ class GradientAccumulator(nnx.Module):
     def get(self):
         means, _ = gcx.flush(self.tx, self.window(), self.grads)
         result = jax.tree.map(jnp.copy, self.grads)
-        nnx.update(result, jax.tree.map(lambda x, dtype: x.astype(dtype), means, self._param_dtypes))
+        nnx.update(
+            result, jax.tree.map(lambda x, dtype: x.astype(dtype), means, self._param_dtypes)
+        )
         return result
 
     def reset(self):
