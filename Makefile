@@ -30,7 +30,7 @@ export REPOSITORY_URL ?= $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyprojec
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-all test-oldest test-newest test-nightly test-compiled-tpu \
 	test-compiled-cuda fuzz lint format bench gpu study bench-compiled notebooks docs docs-site wheel package \
-	test-trainers check-package check-release clean print-oldest print-newest
+	test-trainers test-their-own check-package check-release clean print-oldest print-newest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -126,13 +126,29 @@ test-trainer-%: .venv-trainer-%/.installed
 		.venv-trainer-$*/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/integration/trainers \
 		tests/integration/trainers/test_$*.py $(PYTEST_ARGS); done
 
+# Their own tests of the parts that an adapter replaces. Their archives on PyPI have no tests, so that
+# a clone is needed: of GitHub, or of CLONES=/path, a folder with owner/name in it. A command, not in CI.
+CLONES ?= https://github.com
+test-their-own: $(addprefix test-their-own-,tunix maxtext maxtext_accumulation)  ## trainers' own tests through adapters
+
+test-their-own-%: CLONE = $(word 2,$(subst :, ,$(filter $(firstword $(subst _, ,$*)):%,\
+	tunix:google/tunix maxtext:AI-Hypercomputer/maxtext)))
+test-their-own-%:
+	$(MAKE) .venv-trainer-$(firstword $(subst _, ,$*))/.installed
+	@test -d .theirs/$(CLONE) || git clone --quiet --depth 1 $(CLONES)/$(CLONE) .theirs/$(CLONE)
+	@set -e; for devices in 1 8; do echo "== $* on $$devices"; \
+		JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$$devices \
+		PYTHONPATH=$(if $(filter tunix,$*),.theirs/$(CLONE)) \
+		.venv-trainer-$(firstword $(subst _, ,$*))/bin/python \
+		tests/integration/trainers/their_tests.py $* .theirs/$(CLONE); done
+
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro
 .venv-trainer-keras/.installed: REQUIRES = keras
 .venv-trainer-nnx/.installed: REQUIRES = flax orbax-checkpoint
 .venv-trainer-netket/.installed: REQUIRES = netket
 .venv-trainer-brax/.installed: REQUIRES = brax 'jax<0.10'
-.venv-trainer-tunix/.installed: REQUIRES = google-tunix
-.venv-trainer-levanter/.installed: REQUIRES = marin-levanter
+.venv-trainer-tunix/.installed: REQUIRES = google-tunix chex
+.venv-trainer-levanter/.installed: REQUIRES = marin-levanter chex
 .venv-trainer-kauldron/.installed: REQUIRES = kauldron
 .venv-trainer-easydel/.installed: REQUIRES = easydel pillow torch
 .venv-trainer-maxtext/.installed: REQUIRES = 'maxtext[tpu]'

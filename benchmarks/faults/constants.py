@@ -22,7 +22,6 @@ from gradclip_jax.monitoring._rows import to_rows
 CHANGES = {
     # name: the changed value, or the changed entry of a dictionary
     "none": {},
-    "PERIOD": 1,
     "WINDOW": 32,
     "HISTORY": 128,
     "WIDTH": {"tree": 0.0, "other": 0.0},
@@ -34,6 +33,7 @@ CHANGES = {
     "STREAKS": {"zero": 1},
     "EXPLODED": math.inf,
     "UNLEARNED": 0,
+    "PERIOD": 1,
 }
 """`STARVING` and the streak of clips need the factors of a clip, which these logs do not have."""
 

@@ -297,7 +297,7 @@ class _Converter(NamedTuple):
 
 def _own(**fields: Any) -> WrapperState:
     """Return a state in which missing fields are None, so that they have no arrays."""
-    missing = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
+    missing: dict[str, Any] = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
     return WrapperState(**missing | fields)
 
 
@@ -310,7 +310,7 @@ def _guarded(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> Wra
 
 def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
     weight = jnp.asarray(node.mini_step, jnp.float32)
-    window = dict.fromkeys(AccumulationState._fields)
+    window: dict[str, Any] = dict.fromkeys(AccumulationState._fields)
     window |= {"mini_step": node.mini_step, "gradient_step": node.gradient_step}
     window["gradient"] = WeightedSum(node.acc_grads, weight)
     return _own(accumulation=AccumulationState(**window))
@@ -337,7 +337,7 @@ def _to_apply_if_finite(
 
 
 def _from_old_accumulation(node: Any) -> WrapperState:
-    window = {name: getattr(node, name, None) for name in AccumulationState._fields}
+    window: dict[str, Any] = {name: getattr(node, name, None) for name in AccumulationState._fields}
     window["gradient"] = WeightedSum(node.acc_grads, node.total_weight)
     window["loss"] = WeightedSum(node.loss_sum, node.loss_weight)
     return _own(accumulation=AccumulationState(**window))

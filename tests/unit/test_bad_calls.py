@@ -233,6 +233,7 @@ WITHOUT = {
     "diagnostics.Incident",
     "diagnostics.Outcome",
     "diagnostics.Report",
+    "diagnostics.Verification",
     "granularities.Granularity",
     "granularities.group",  # its labels are checked against a tree: see `clip_by_norm`
     "per_example.Stats",

@@ -27,7 +27,7 @@ class AccumulationState(NamedTuple):
 
     Attributes:
         mini_step: Number of micro-batches in the window.
-        gradient_step: Number of steps of the inner transformation that were applied.
+        gradient_step: Number of windows with which the inner transformation ran.
         accumulation_steps: Length of the window.
         micro_batch_count: Number of all micro-batches so far.
         empty_windows: Number of windows that closed without weight.

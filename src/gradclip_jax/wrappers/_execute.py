@@ -36,7 +36,7 @@ from .._states import (
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import Accumulation, AccumulationState, micro_batch_of
-from ._guard import ExtraArgs, Guard, Rejections, any_of, check_guard_arguments, params_of
+from ._guard import ExtraArgs, Guard, Rejections, any_of, check_guard_arguments, none_of, params_of
 from ._state import GuardState, Outcome, WrapperState, outcome_of
 
 Observe: TypeAlias = Callable[[Tree, Tree], Tree]
@@ -139,7 +139,8 @@ def wrap(
     else:
         field = "outer" if update.accumulation else "guards"
         update = dataclasses.replace(update, **{field: (wrapper, *getattr(update, field))})
-    return optax.GradientTransformationExtraArgs(update.init, update)
+    init: Any = update.init  # the type of Optax names arrays as states
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @public
@@ -288,7 +289,7 @@ def _execute(
     call, carry = _Call(update, grads, state, params, observe), (target, state.inner_state)
     if update.accumulation is None:
         output, report, carry = _step(call, grads, carry, extra_args)
-        has_run = ~jnp.asarray(any_of(report.rejections))
+        has_run = jnp.asarray(none_of(report.rejections))
         result = _Result(output, carry, report, has_run, (has_run,) * len(update.guards))
     else:
         result = _accumulate(call, carry, extra_args)
@@ -307,7 +308,7 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     given = batch.extra_args | {"weight": batch.weight}
     outer = update.outer, state.outer
     grads, received = _receive(*outer, call.grads, call.params, given, is_weighted, True)
-    is_accepted = ~jnp.asarray(any_of(received.rejections))
+    is_accepted = jnp.asarray(none_of(received.rejections))
 
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
@@ -330,12 +331,11 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     (output, report), (total, carry) = run_step(is_known or closes & has_weight, step, start)
     window = window._replace(gradient=window.gradient._replace(total=total))
 
-    is_rejected = jnp.asarray(any_of(report.rejections))
-    has_run, is_empty = closes & has_weight & ~is_rejected, closes & ~has_weight
+    has_run, is_empty = closes & has_weight & none_of(report.rejections), closes & ~has_weight
     is_accumulated = is_accepted & batch.is_given & ~closes
     is_observed = is_accepted & is_weighted & (is_accumulated | has_run)
     norm = report.norm if received.norm is None else received.norm
-    if norm is not None:
+    if norm is not None and state.grad_norm is not None:
         is_measured = is_weighted if num_outer else closes & has_weight
         norm = jnp.where(is_measured, norm, state.grad_norm)
     rejections = _either(received.rejections, report.rejections)
@@ -393,8 +393,7 @@ def _step(
     guards = update.guards, call.state.guards
     received, report = _receive(*guards, grads, params, extra_args)
     rejections = _of_first_guard([*of_window, *report.rejections])
-    is_rejected = any_of(rejections)
-    is_accepted = True if is_rejected is False else ~is_rejected
+    is_accepted = none_of(rejections)
     checking = [guard.check_step for guard in (*update.outer, *update.guards)]
 
     def run(carry: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
@@ -412,7 +411,7 @@ def _step(
     (updates, _), (_, after) = computed
     of_step = [check(updates, before, after, params) if check else {} for check in checking]
     of_step = _of_first_guard(of_step, is_accepted)
-    output, carry = select_step(is_accepted & ~any_of(of_step), program, computed, carry)
+    output, carry = select_step(is_accepted & none_of(of_step), program, computed, carry)
     return output, report._replace(rejections=_either(rejections, of_step)), carry
 
 
@@ -474,8 +473,7 @@ def _of_first_guard(
     kept: list[Rejections] = []
     for rejections in found:
         kept.append({cause: flag & is_accepted for cause, flag in rejections.items()})
-        if (is_rejected := any_of(rejections)) is not False:
-            is_accepted = is_accepted & ~is_rejected
+        is_accepted = none_of(rejections) & is_accepted
     return tuple(kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -123,7 +124,11 @@ def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
 
 def any_of(rejections: Tree) -> Scalar | bool:
     """Return whether any flag in a tree of rejections is true; False without flags."""
-    found: Scalar | bool = False
-    for flag in jax.tree.leaves(rejections):
-        found = flag if found is False else found | flag
-    return found
+    flags = jax.tree.leaves(rejections)
+    return functools.reduce(jnp.logical_or, flags) if flags else False
+
+
+def none_of(rejections: Tree) -> Scalar | bool:
+    """Return whether no flag in a tree of rejections is true; True without flags."""
+    flags = jax.tree.leaves(rejections)
+    return ~functools.reduce(jnp.logical_or, flags, jnp.bool_(False)) if flags else True

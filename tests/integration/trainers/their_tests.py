@@ -1,0 +1,96 @@
+"""Run a trainer's own tests with an adapter of this package in the place of a part of the trainer.
+
+    python their_tests.py tunix FOLDER
+
+FOLDER has their tests: an unpacked archive of PyPI, or a clone where the archive has no tests. The
+modules in `adapters` name what they replace, the tests of that part, the number of these tests that
+pass, and the tests that cannot pass, with the difference that is documented for each.
+"""
+
+import ast
+import collections
+import functools
+import importlib
+import inspect
+import os
+import sys
+import textwrap
+
+import pytest
+
+
+def code_lines(source):
+    """Number of lines of code: without empty lines, comments and docstrings."""
+    tree = ast.parse(textwrap.dedent(source))
+    docs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
+            node
+        ):
+            docs.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(textwrap.dedent(source).splitlines(), 1)
+    return sum(n not in docs and line.strip()[:1] not in ("", "#") for n, line in lines)
+
+
+def adapter_lines(source):
+    """Number of lines of code of an adapter: its functions and classes."""
+    parts = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef))
+    return sum(code_lines(ast.get_source_segment(source, part)) for part in parts)
+
+
+class Replaced:
+    """A pytest plugin that puts the adapter in its place and counts its calls."""
+
+    def __init__(self, adapter):
+        self.adapter, self.calls, self.lines = adapter, collections.Counter(), 0
+        self.outcomes, self.flags = collections.Counter(), os.environ.get("XLA_FLAGS", "")
+        for place, ours in adapter.REPLACES.items():
+            module, _, name = place.partition(":")
+            *owners, name = name.split(".")
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            self.lines += code_lines(inspect.getsource(getattr(owner, name)))
+            self.calls[place] = 0
+            setattr(owner, name, self.counted(place, ours))
+
+    def counted(self, place, ours):
+        if isinstance(ours, type):
+            if "__init__" in vars(ours):
+                ours.__init__ = self.counted(place, ours.__init__)
+            return ours
+
+        @functools.wraps(ours)
+        def call(*args, **kwargs):
+            self.calls[place] += 1
+            return ours(*args, **kwargs)
+
+        return call
+
+    def pytest_collection_modifyitems(self, items):
+        os.environ["XLA_FLAGS"] = self.flags  # a test module may set its own number of devices
+        for item in items:
+            for name, reason in self.adapter.DIFFERENCES.items():
+                if item.name.startswith(name):
+                    item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    def pytest_runtest_logreport(self, report):
+        if type(report) is not pytest.TestReport:
+            return  # a part of a test
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes["differ" if hasattr(report, "wasxfail") else report.outcome] += 1
+
+
+def main(name, folder):
+    adapter = importlib.import_module(f"adapters.{name}")
+    os.chdir(folder)
+    plugin = Replaced(adapter)
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir=."]
+    status = pytest.main([*options, *adapter.TESTS], plugins=[plugin])
+    ours = adapter_lines(inspect.getsource(adapter))
+    print(
+        f"{name}: {dict(plugin.outcomes)}, calls {dict(plugin.calls)}, lines {plugin.lines}, {ours}"
+    )
+    return status or not plugin.calls.total() or plugin.outcomes["passed"] != adapter.PASSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
