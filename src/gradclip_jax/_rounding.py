@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -88,7 +89,8 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         structure = jax.tree.structure(updates)
         keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
         out = jax.tree.map_with_path(_to_neighbor, updates, params, keys)
-        return out, RoundingState(state.step + 1)  # after 2^31 steps, it wraps around
+        step = (state.step + 1) & np.iinfo(np.int32).max  # 0 after 2^31 steps
+        return out, RoundingState(step)
 
     return optax.GradientTransformation(init, update)
 

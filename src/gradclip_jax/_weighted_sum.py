@@ -39,12 +39,15 @@ class WeightedSum(NamedTuple):
     total: Tree
     weight: Scalar
 
-    def add(self, tree: Tree, weight: Scalar | None, is_added: Array) -> WeightedSum:
+    def add(
+        self, tree: Tree, weight: Scalar | None, is_added: Array, *, is_zeroed: bool = False
+    ) -> WeightedSum:
         """Add a tree times its weight if `is_added`, which must not be a compile-time constant.
 
         The addition is not conditional, because the host of a GPU would wait for its predicate.
-        Trees that are not added may contain NaN. A weight of None is 1; without the product, XLA
-        moves the all-reduce of a gradient out of a loop over micro-batches.
+        Trees that are not added may contain NaN. A weight of None is 1. `is_zeroed` says that the
+        total of an empty sum is 0. Without a product and a selection of totals, XLA moves the
+        all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
         number = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
@@ -57,7 +60,8 @@ class WeightedSum(NamedTuple):
             x = summand(jnp.asarray(x), is_added).astype(wide)
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
             # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
-            old = jnp.where(is_empty, jnp.full_like(total, -0.0), total).astype(wide)
+            old = total if is_zeroed else jnp.where(is_empty, jnp.full_like(total, -0.0), total)
+            old = old.astype(wide)
             x = x if weight is None else x * number.astype(wide)
             return reshard_like((old + x).astype(total.dtype), total)
 

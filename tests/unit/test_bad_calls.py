@@ -130,6 +130,7 @@ ROWS = [
     ("dynamic_loss_scale", lambda f: f(SGD, init_scale=0.5), ValueError, "init_scale"),
     ("scale_loss", lambda f: f((LOSS_SCALE, LOSS_SCALE), 1.0), TypeError, "state"),
     ("metrics", lambda f: f(gcx.clip_by_global_norm(1.0)), TypeError, "state"),
+    ("raise_if_failed", lambda f: f(gcx.skip_nonfinite(SGD)), TypeError, "state"),
     ("convert_state", lambda f: f(optax.chain(ADAM, optax.trace(0.9)), ADAM.init(W), W), TypeError, "state"),
     ("convert_state", lambda f: f(SGD, types.SimpleNamespace(opt_state=SGD.init(W)), W), TypeError, "state", "`.opt_state`"),
     ("convert_state", lambda f: f(ADAM, ADAM.init({**GRADS, "b": W}), GRADS), TypeError, "params", "state[0].mu['b']"),
@@ -210,6 +211,7 @@ UNLIKE = [  # they take other values, or another argument is checked first
     ("convert_state", "state"),
     ("has_updated", "state"),
     ("metrics", "state"),
+    ("raise_if_failed", "state"),
 ]
 REQUIRED = (
     dict.fromkeys(("grads", "params", "tree"), GRADS)

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
@@ -315,13 +314,3 @@ def test_a_concrete_weight_of_nan_is_skipped_by_a_guard(weight):
     params, state = run(nonfinite(accumulate(sgd, 2)), [(ONES, {"weight": weight})])
     assert int(gcx.metrics(state)["skipped_nonfinite"]) == 1
     np.testing.assert_array_equal(params["w"], 0)
-
-
-@needs_eight_devices
-def test_an_eager_update_of_adafactor_in_an_accumulation_keeps_explicit_shardings():
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
-    tx = accumulate(optax.adafactor(1e-2), 2)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jnp.ones((256, 128)), NamedSharding(mesh, P("i")))
-        _, state = run(tx, [(params, {})] * 2, params)
-    assert gcx.has_updated(state)

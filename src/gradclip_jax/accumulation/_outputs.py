@@ -35,7 +35,7 @@ def run_micro_batches(
     names: Sequence[str],
     scales: Array,
     split: Split,
-) -> tuple[WeightedSum, list[Array]]:
+) -> tuple[WeightedSum, list[Array | None]]:
     """Return the sum of the `Terms` of all micro-batches, and the other auxiliary outputs.
 
     `micro_batch(index, scale)` returns `(value, aux)` and gradients that are multiplied by the
@@ -55,7 +55,7 @@ def run_micro_batches(
 
         terms = scaled(value), grads, [scaled(x) for name, x in found if name == "mean"]
         is_added = (count >= 0) & (scale != 0)  # not a constant (see `summand`)
-        sums = sums.add(terms, None, is_added)
+        sums = sums.add(terms, None, is_added, is_zeroed=True)
         new = [_kept(name, x, old) for (name, x), old in zip(found, kept, strict=True)]
         rows = [x if name == "concatenate" else None for name, x in found]
         return rows, (sums, new, count + 1)

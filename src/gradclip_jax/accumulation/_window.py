@@ -140,11 +140,13 @@ def _flush(
 
 def _without_outcomes(state: Tree) -> Tree:
     """Return a state in which `has_updated` is False."""
+    return replace_states(state, WrapperState, _without_outcome)
 
-    def clear(node: WrapperState) -> WrapperState:
-        return node._replace(outcome=jnp.zeros_like(node.outcome))
 
-    return replace_states(state, WrapperState, clear)
+@jax.jit  # outside jit, constants would be transferred to the device one by one
+def _without_outcome(node: WrapperState) -> WrapperState:
+    """Clear the outcome of a call."""
+    return node._replace(outcome=jnp.zeros_like(node.outcome))
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
