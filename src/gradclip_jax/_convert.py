@@ -168,11 +168,12 @@ def _shown(argument: str, leaf: _Leaf | None) -> str:
 
 
 def _parts(state: Tree) -> dict[Hashable, list[tuple[Path, Tree]]]:
-    """Group the states of clips, guards, accumulations and `watch`, with their paths.
+    """Collect the states of clips, guards, accumulations and `watch` in an optimizer state.
 
-    The key of a group is the type, and the number of accumulations around the state. The part of an
-    accumulation is the `WrapperState` that contains it. The counts that guards share are a
-    `WrapperState` of their own; if guards are directly around each other, the outermost one.
+    Returns a dictionary from the type of a state, and the number of accumulations around it, to
+    pairs of a path and a state. An accumulation is listed as the `WrapperState` that contains it.
+    The fields `consecutive_skips` and `guard_failed` are listed once, as a `WrapperState` without
+    guards, for all guards that are directly around each other.
     """
     parts: dict[Hashable, list[tuple[Path, Tree]]] = collections.defaultdict(list)
 
@@ -211,7 +212,10 @@ def _without_inner(node: Tree) -> Tree:
 
 
 def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
-    """Return the state of a clip, guard, accumulation or `watch` that continues another one."""
+    """Copy a state of the old optimizer, or return the new initial state `like` if it differs.
+
+    Both are states of a clip, a guard, an accumulation or `watch`.
+    """
     if isinstance(like, WrapperState):
         if like.accumulation is None:
             return given
@@ -228,7 +232,7 @@ def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
 def _copied_window(
     like: WrapperState, given: WrapperState, path: Path, reduction: str | None
 ) -> AccumulationState:
-    """Return the window of an accumulation that continues another one."""
+    """Copy the micro-batches of an accumulation to the state of another accumulation."""
     scales = [_has_inner_loss_scale(node) for node in (like, given)]
     if scales[0] != scales[1]:
         _check_closed(given, path, "because its micro-batches are multiplied by the loss scale")

@@ -20,7 +20,7 @@ class RoundingState(NamedTuple):
     """The state of `round_stochastically`.
 
     Attributes:
-        step: Number of updates modulo 2^32, int32[], from which the random bits are derived.
+        step: Number of updates modulo 2^31, int32[], from which the random bits are derived.
     """
 
     step: Scalar

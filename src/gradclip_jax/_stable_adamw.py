@@ -47,8 +47,9 @@ def stable_adamw(
 
     The learning rate of a leaf is divided by `max(1, RMS / clipping)`, where RMS is the root mean
     square of `g / sqrt(max(u, eps^2))` and the second moment u includes g. The weight decay is
-    multiplied by the same learning rate. The decay rates include the bias correction. Use
-    `optax.chain` with `clip_by_block_rms` to clip the updates of another optimizer.
+    multiplied by the same learning rate. The bias correction adjusts `b1` and `b2` at each step
+    instead of dividing the moments. Use `optax.chain` with `clip_by_block_rms` to clip the updates
+    of another optimizer.
 
     Args:
         learning_rate: Learning rate; a positive number or a schedule.

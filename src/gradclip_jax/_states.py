@@ -1,4 +1,4 @@
-"""States of this package inside optimizer states, and the metrics that they contain.
+"""Find the states of this package in an optimizer state, and collect their metrics.
 
 A state of this package has a method `step_metrics`, which returns its entries of `metrics`. If it
 contains the state of another transformation, its field `inner_state` is that state.
@@ -25,7 +25,8 @@ def is_own_state(node: object) -> bool:
 def own_states(state: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
     """Yield `(path, state)` for every state of this package, from the outermost to the innermost.
 
-    Paths do not contain the fields of states of this package.
+    A path omits the field `inner_state` of these states, so that it is short enough for the key of
+    a metric.
     """
     for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
         if is_own_state(node):

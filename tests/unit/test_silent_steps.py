@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradclip_jax as gcx
-from compat import needs_eight_devices, strict
+from compat import needs_eight_devices, strict, x64
 from guard_cases import INT_MAX, sharded
 
 PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
@@ -314,3 +314,16 @@ def test_a_concrete_weight_of_nan_is_skipped_by_a_guard(weight):
     params, state = run(nonfinite(accumulate(sgd, 2)), [(ONES, {"weight": weight})])
     assert int(gcx.metrics(state)["skipped_nonfinite"]) == 1
     np.testing.assert_array_equal(params["w"], 0)
+
+
+def test_watch_passes_on_a_weight_that_is_not_that_of_a_micro_batch():
+    inner, received = recorder()
+    run(watch(inner), [(ONES, {"weight": jnp.ones(3)})])
+    assert received[-1]["weight"].shape == (3,)
+
+
+def test_large_float64_gradients_are_applied():
+    with x64():
+        params = {"w": jnp.zeros(1, jnp.float64)}
+        _, state = run(nonfinite(sgd), [({"w": jnp.array([1e20], jnp.float64)}, {})], params)
+        assert gcx.has_updated(state)

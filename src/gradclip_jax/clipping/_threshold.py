@@ -136,7 +136,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
-    if getattr(threshold, "__module__", "").startswith(str(__package__)):
+    if (getattr(threshold, "__module__", None) or "").startswith(str(__package__)):
         name = getattr(threshold, "__name__", "rule")  # a function that returns rules
         rule, hint = f"a rule, such as `{name}(...)`", "Call the function."
         raise type_error(argument, rule, f"the function `{name}`", hint)

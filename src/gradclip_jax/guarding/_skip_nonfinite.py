@@ -130,7 +130,8 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
         leaves, is_accepted = inexact_leaves(grads), finite_scalars(extra_args, axis_name)
         if check == "gradient":
             # A finite norm shows that all leaves are finite, except for narrow dtypes.
-            is_accepted &= norm <= math.sqrt(UNBOUNDED)
+            wide = [float(jnp.finfo(x.dtype).max) for x in leaves if not is_narrow(x)]
+            is_accepted &= norm <= math.sqrt(min(wide, default=UNBOUNDED))
             leaves = [x for x in leaves if is_narrow(x)]
         if leaves:
             is_accepted &= all_finite(leaves, axis_name)

@@ -105,7 +105,7 @@ class Losses:
 
     Attributes:
         first: The first finite loss.
-        best: The highest of the best `BLOCK` consecutive losses.
+        best: The maximum of the `BLOCK` consecutive losses whose maximum is lowest.
         limit: The loss above which the last lasting rise goes on.
     """
 

@@ -141,7 +141,7 @@ def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> N
     edges = np.append(panel.steps, rows.end), np.arange(len(labels) + 1) - 0.5
     options = {"norm": "log", "vmin": low, "vmax": max(high, low * 1.01), "rasterized": True}
     mesh = axis.pcolormesh(*edges, values, **options)
-    # The next measurement may be many steps later, so a bar ends at the next row.
+    # Draw each measurement one step wide, because the next one may be many steps later.
     widths = np.append(np.diff(rows.step), 1)[np.isin(rows.step, panel.steps)]
     for unit in np.flatnonzero(~is_finite.all(axis=0)):
         bad = ~is_finite[:, unit]

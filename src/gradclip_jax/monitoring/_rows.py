@@ -198,7 +198,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
 
 
 def _complete(rows: Rows) -> None:
-    """Clear what was not measured, and set the flags that follow from the norms and factors."""
+    """Set values that were not measured to 0, and derive `APPLIED`, `CLIPPED` and `ACCUMULATED`."""
     rows.taps[~rows.has(Outcome.HAS_TAPS)] = 0
     rows.norms[~rows.has(Outcome.HAS_GRADIENT), 0] = 0
     rows.nonfinite[~rows.has(Outcome.HAS_GRADIENT)] = 0

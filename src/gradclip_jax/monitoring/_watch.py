@@ -272,7 +272,7 @@ class WatchUpdate(InPlaceUpdate):
         given = grads, state.inner_state, params, extra_args
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
-            # Parameters that the step did not read are measured alone.
+            # If the inner transformation did not run, only the parameters are measured.
             has_run = is_applied(outcome_of(inner_state))
             step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
         return new, self._record(grads, step, state, inner_state, params, extra_args), measured
@@ -468,8 +468,9 @@ def _outcome(
 ) -> Array:
     """Return the flags of a row: the outcome of the call, and what was measured and passed."""
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
-    batch = micro_batch_of(extra_args)
-    flags |= jnp.where(batch.is_given, int(Outcome.HAS_GRADIENT), 0)
+    # Without an accumulation, the inner transformation may read another `weight`.
+    is_given = micro_batch_of(extra_args).is_given if "mini_step" in found else True
+    flags |= jnp.where(is_given, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(found.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {
         Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,

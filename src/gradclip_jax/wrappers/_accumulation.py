@@ -104,7 +104,7 @@ class Accumulation(NamedTuple):
         return isinstance(self.every, (int, np.integer)) and self.every == 1
 
     def has_sum(self, state: AccumulationState) -> bool:
-        """Return whether a state contains a sum; with `every=1`, that of another `every` may."""
+        """Return whether a state contains a sum; with `every=1`, one of another `every`."""
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
     def length(self, gradient_step: Scalar) -> Scalar:

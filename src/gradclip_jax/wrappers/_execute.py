@@ -234,7 +234,7 @@ class _Result(NamedTuple):
         carry: Parameters to which the updates are added, or None, and the inner state.
         report: Report on all guards.
         has_run: Whether the inner transformation ran and no guard rejected its step.
-        is_observed: For each guard, whether it checked a gradient that was applied or accumulated.
+        is_observed: For each guard, whether its state advances although it did not skip.
         is_accumulated: Whether the micro-batch was only added to the window.
         is_empty: Whether the window closed without weight.
         accumulation: State of the accumulation, or None.
@@ -276,7 +276,7 @@ def _execute(
     | --- | --- | --- |
     | the inner transformation ran | 0 | updated if the guard accepted a gradient in this call |
     | the gradient was only accumulated | unchanged | the same |
-    | any other call | + 1 | updated only in the guard that counts the skip |
+    | a skip, or a window without weight | + 1 | updated only in the guard that skipped |
 
     Guards around an accumulation do not check micro-batches of weight 0, which it ignores.
     """

@@ -71,8 +71,8 @@ class WrapperState(NamedTuple):
         outcome: Flags of `Outcome` for the last call, int32[]; 0 before the first call.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
-        consecutive_skips: Number of calls without an applied or accumulated gradient since the last
-            applied step, int32[].
+        consecutive_skips: Number of skipped calls and of windows without weight since the last
+            applied step, int32[]. Calls that only accumulate do not count.
         guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
             ever too small, else 0, int32[].
         outer: State of each guard around the accumulation, from the outermost to the innermost.
