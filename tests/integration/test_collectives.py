@@ -54,7 +54,7 @@ def compiled_step(tx, take):
     mesh = make_mesh({"data": 8})
     # The accumulator differs from device to device, all else is the same everywhere.
     specs = jax.tree_util.tree_map_with_path(
-        lambda path, _: P("data") if "acc_grads" in jax.tree_util.keystr(path) else P(),
+        lambda path, _: P("data") if "gradient.total" in jax.tree_util.keystr(path) else P(),
         jax.eval_shape(tx.init, PARAMS),
     )
     shard = functools.partial(jax.shard_map, mesh=mesh)

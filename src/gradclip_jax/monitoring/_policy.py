@@ -46,9 +46,9 @@ MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
 after which earlier rewinds no longer count."""
 
-LASTING = 128
-"""Rows after an incident in which its threshold for the loss still counts, because the thresholds
-of incidents adapt to a long stretch."""
+LASTING = 8
+"""Rows after an incident in which its threshold for the loss still counts. With more rows, the good
+batches with which a loss recovers would be left out as well."""
 
 _GOES_ON = ", and they go on"
 """The end of the reason of a rewind from a stretch that has not ended. The log keeps the reason."""

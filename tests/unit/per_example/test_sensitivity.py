@@ -25,14 +25,14 @@ def assert_norms_of_written_gradients(loss, params, batch, rtol=1e-5):
     np.testing.assert_allclose(found, [size_of(g) for g in written], rtol=rtol)
 
 
-@pytest.mark.parametrize("size", [1e21, 3e38])
+@pytest.mark.parametrize("size", [1e19, 1e20, 3e38])
 @pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
-def test_gradient_above_1e19_is_clipped_and_above_the_range_of_norms_is_not_finite(size, nonfinite):
+def test_gradient_up_to_1e19_is_clipped_and_above_the_range_of_norms_is_not_finite(size, nonfinite):
     x = np.ones((4, 3), np.float32)
     x[0, 0] = size
     (_, stats), grads = clipped_sum(jnp.dot, nonfinite=nonfinite)(np.zeros(3, np.float32), x)
     others = 3 * np.ones(3) / np.sqrt(3)
-    if size < 1e25:
+    if size < 1.8e19:
         assert stats.norm[0] == pytest.approx(size, rel=1e-5)
         np.testing.assert_allclose(grads, others + [1, 0, 0], rtol=1e-5)
     else:
@@ -68,7 +68,7 @@ def test_groups_far_apart_are_measured_each_by_itself():
         return jnp.sum((size * x) @ params["u"]) + jnp.sum(x @ params["v"])
 
     params = {"u": np.zeros((8, 8), np.float32), "v": np.zeros((8, 8), np.float32)}
-    sizes = np.float32([1e-10, 1e20, 1e21])
+    sizes = np.float32([1e-10, 1e18, 1e19])
     norms = gcx.per_example.norms(loss, param_labels={"u": "first", "v": "second"})
     found = jax.jit(norms)(params, (np.full((3, 1, 8), 0.125, np.float32), sizes))
     np.testing.assert_allclose(found["first"], sizes, rtol=1e-5)
@@ -144,6 +144,7 @@ def test_gradients_of_float64_under_strict_promotion():
     assert grads.dtype == np.float64
 
 
+@pytest.mark.filterwarnings("ignore:.*has as many rows as the batch")
 @pytest.mark.parametrize(
     ("loss", "labels", "error", "notes"),
     [
