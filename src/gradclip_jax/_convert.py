@@ -23,6 +23,7 @@ from ._run_if import like_dtypes
 from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from ._weighted_sum import WeightedSum
+from .clipping._clip import ClipState
 from .guarding._loss_scale import LossScaleState
 from .guarding._skip_spikes import SpikeState
 from .monitoring._watch import WatchState
@@ -412,6 +413,12 @@ _CONVERTERS: Final = (
 )
 
 
+_OLD_TYPES: Final[dict[tuple[str, ...] | None, Any]] = {
+    kind._fields: kind for kind in (ClipState, WatchState)
+}
+"""Types whose fields are those of earlier versions, which a checkpoint may contain."""
+
+
 def _converter_of(node: object) -> _Converter | None:
     """Return the converter of a state, which is recognized by its fields."""
     fields = getattr(type(node), "_fields", None)
@@ -421,7 +428,8 @@ def _converter_of(node: object) -> _Converter | None:
 
 def _is_convertible(node: object) -> bool:
     """Return whether a node is a state of this package, or is converted to one."""
-    return is_own_state(node) or _converter_of(node) is not None
+    is_old = getattr(type(node), "_fields", None) in _OLD_TYPES
+    return is_old or is_own_state(node) or _converter_of(node) is not None
 
 
 def _to_own(state: Tree) -> Tree:
@@ -431,6 +439,8 @@ def _to_own(state: Tree) -> Tree:
         if converter := _converter_of(node):
             inner_state = _to_own(getattr(node, converter.inner))
             return converter.to_own(node)._replace(inner_state=inner_state)
+        own = _OLD_TYPES.get(getattr(type(node), "_fields", None), type(node))
+        node = node if isinstance(node, own) else own(*node)
         if is_own_state(node) and hasattr(node, "inner_state"):
             return node._replace(inner_state=_to_own(node.inner_state))
         return node

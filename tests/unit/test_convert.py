@@ -1,5 +1,6 @@
 """A run that changes from Optax to this package, or back, goes on with the same numbers."""
 
+import collections
 import functools
 
 import chex
@@ -223,3 +224,30 @@ def test_an_open_window_is_not_discarded():
         for call in (convert, jax.jit(convert, static_argnums=0)):
             with pytest.raises(ValueError, match="^convert_state: `state` must be"):
                 call(optax.sgd(0.1), state, PARAMS)
+
+
+def test_states_of_the_version_with_one_state_for_each_guard_are_converted():
+    guard = collections.namedtuple(
+        "SkipNonfiniteState",
+        "grad_norm skipped_nonfinite consecutive_skips guard_failed inner_state",
+    )
+    window = collections.namedtuple(
+        "AccumulationState",
+        "mini_step gradient_step inner_opt_state acc_grads total_weight accumulation_steps "
+        "micro_batch_count emitted empty_windows loss_sum loss_weight",
+    )
+    clip = collections.namedtuple("ClipState", gcx.clip_by_global_norm(1.0).init(PARAMS)._fields)
+    inner = optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1))
+    tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 3))
+    state = tx.init(PARAMS)
+    for _ in range(4):  # a window, and a micro-batch of the next one
+        params, state = gcx.apply_gradients(tx, PARAMS, state, PARAMS, value=jnp.float32(2))
+    sums, (clipped, adam) = state.accumulation, state.inner_state
+    counts = sums.accumulation_steps, sums.micro_batch_count, 0, sums.empty_windows
+    old = window(
+        *(sums.mini_step, sums.gradient_step, (clip(*clipped), adam), sums.gradient.total),
+        *(sums.gradient.weight, *counts, sums.loss.total, sums.loss.weight),
+    )
+    skips = state.outer[0].skipped["nonfinite"], state.consecutive_skips, state.guard_failed
+    converted = gcx.convert_state(tx, guard(state.grad_norm, *skips, old), PARAMS)
+    chex.assert_trees_all_equal(converted._replace(outcome=0), state._replace(outcome=0))
