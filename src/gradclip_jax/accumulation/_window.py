@@ -68,7 +68,8 @@ def flush(
             arguments.
         state: State of `tx`.
         params: Parameters.
-        **extra_args: Extra arguments for the inner optimizer.
+        **extra_args: Extra arguments for the inner optimizer and for guards, such as `value` if
+            `skip_spikes` has a threshold of the loss.
 
     Returns:
         The updates and the new state.

@@ -355,7 +355,7 @@ def mean_std(
     z_threshold = check_number("z_threshold", z_threshold, "OLMo-core and levanter use 6.")
     window = check_length("window", window, "Pass the number of norms to keep.")
     warmup_steps = check_count("warmup_steps", warmup_steps, "Pass for example half of `window`.")
-    ddof = check_count("ddof", ddof, "Pass 0 or 1.", low=0)
+    ddof = check_count("ddof", ddof, "Pass 0 or 1.", low=0, high=1)
 
     def threshold_of(before: WindowState, after: WindowState) -> Array:
         recorded = before.values < UNBOUNDED

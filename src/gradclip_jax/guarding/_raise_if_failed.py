@@ -13,15 +13,21 @@ from .._errors import public
 from .._states import find_states, metrics, plain_arrays
 from .._types import Tree
 from ..norms._leaves import is_inexact
-from ..wrappers._state import WrapperState
+from ..wrappers._state import GuardState, WrapperState
+from ._loss_scale import LossScaleState
+from ._skip_spikes import SpikeState
 
-_NAMES: Final = {
-    "nonfinite": "skip_nonfinite",
-    "large_norm": "skip_spikes",
-    "large_loss": "skip_spikes",
-    "other": "skip_if",
+_NAMES: Final[dict[type, str]] = {
+    LossScaleState: "dynamic_loss_scale",
+    SpikeState: "skip_spikes",
 }
-"""The public function of a guard that can skip a step for a cause."""
+"""The public functions of guards, by the types of their own states."""
+
+
+def _name_of(guard: GuardState) -> str:
+    """Return the name of the public function of a guard."""
+    default = "skip_if" if "other" in guard.skipped else "skip_nonfinite"
+    return _NAMES.get(type(guard.rule_state), default)
 
 
 @public
@@ -53,7 +59,7 @@ def raise_if_failed(state: Tree) -> None:
     if not np.any(found.get("guard_failed", 0)):
         return
     counts = [
-        f"{_NAMES[cause]}: {count} {cause}"
+        f"{_name_of(guard)}: {count} {cause}"
         for _, node in find_states(plain_arrays(state), WrapperState)
         for guard in node.outer + node.guards
         for cause, count in guard.skipped.items()
