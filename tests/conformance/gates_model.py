@@ -26,6 +26,11 @@ def scaled(tree, factor):
         return {name: factor * x for name, x in tree.items()}
 
 
+def clipped(tree, limit):
+    """A clip by global norm, which makes every leaf NaN if the norm is not finite."""
+    return scaled(tree, limit / max(norm(tree), limit) if np.isfinite(norm(tree)) else np.nan)
+
+
 def zeros(tree):
     return {name: np.zeros_like(x) for name, x in tree.items()}
 
@@ -44,7 +49,7 @@ class Leaf:
         self.count += 1
         if self.kind != "adam":
             return scaled(grads, -0.1 / self.count)
-        grads = scaled(grads, 1 / max(norm(grads), 1.0))
+        grads = clipped(grads, 1.0)
         m, v = self.m or zeros(grads), self.v or zeros(grads)
         self.m = {k: 0.1 * g + 0.9 * m[k] for k, g in grads.items()}
         self.v = {k: 0.001 * g**2 + 0.999 * v[k] for k, g in grads.items()}
@@ -83,7 +88,7 @@ class Chain:
 
     def update(self, grads, **extra):
         self.count += 1
-        grads = scaled(grads, 1 / max(1.0, norm(grads) / (0.75 + 0.25 * self.count)))
+        grads = clipped(grads, 0.75 + 0.25 * self.count)
         return scaled(self.inner.update(grads, **extra), 0.5)
 
     def flush(self):
