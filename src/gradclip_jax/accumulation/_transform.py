@@ -13,7 +13,7 @@ from .._errors import public
 from .._types import FLOAT32, Count, Number, Scalar
 from .._weighted_sum import REDUCTIONS, check_dtype
 from ..wrappers._accumulation import Accumulation
-from ..wrappers._execute import wrap
+from ..wrappers._update import wrap
 
 
 @public

@@ -17,8 +17,8 @@ from .._states import find_states, has_clip, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
-from ..wrappers._execute import wrap
 from ..wrappers._state import WrapperState
+from ..wrappers._update import wrap
 from ._skip_nonfinite import Check, finite_guard, is_nonfinite
 
 _MIN_SCALE: Final = 1.0

@@ -25,8 +25,8 @@ from .._run_if import like_dtypes
 from .._types import AxisName, Count, Scalar, Tree
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
-from ..wrappers._execute import wrap
 from ..wrappers._guard import ExtraArgs, Guard, Rejections
+from ..wrappers._update import wrap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from .._errors import public, value_error
 from .._types import UNBOUNDED, AxisName, Count, Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
 from ..norms._mask import Mask
-from ..wrappers._execute import wrap
 from ..wrappers._guard import ExtraArgs, Guard, Rejections, mean_loss
+from ..wrappers._update import wrap
 
 
 class SpikeState(NamedTuple):

@@ -33,9 +33,10 @@ from ..norms._mask import Mask, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
-from ..wrappers._execute import InPlaceUpdate, Observe, apply_updates
+from ..wrappers._execute import apply_updates
 from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._state import is_applied, outcome_of
+from ..wrappers._state import has_flag, outcome_of
+from ..wrappers._update import InPlaceUpdate, Observe
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
 from ._taps import read_sums
 
@@ -273,7 +274,7 @@ class WatchUpdate(InPlaceUpdate):
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
             # If the inner transformation did not run, only the parameters are measured.
-            has_run = is_applied(outcome_of(inner_state))
+            has_run = has_flag(outcome_of(inner_state), Outcome.APPLIED)
             step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
         return new, self._record(grads, step, state, inner_state, params, extra_args), measured
 

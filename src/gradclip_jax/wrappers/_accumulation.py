@@ -48,6 +48,10 @@ class AccumulationState(NamedTuple):
         names = "mini_step", "gradient_step", "empty_windows"
         return {name: getattr(self, name) for name in names}
 
+    def with_total(self, total: Tree) -> AccumulationState:
+        """Return the state with another sum of gradients."""
+        return self._replace(gradient=self.gradient._replace(total=total))
+
     def close_if(self, closes: Scalar | bool) -> AccumulationState:
         """Return the state without the micro-batches of the window if `closes`."""
         return self._replace(
@@ -177,14 +181,17 @@ class Accumulation(NamedTuple):
 
     def close(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch
-    ) -> tuple[Tree, ExtraArgs]:
+    ) -> tuple[Tree, ExtraArgs, Tree]:
         """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
 
         The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
+        The third result replaces the sum of gradients, whose values are not used again: it is the
+        gradient, so that both have the same buffers.
         """
+        total = state.gradient.total
         if self.has_sum(state):
-            result = state.gradient.result(self.reduction)
-            gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, result)
+            total = state.gradient.result(self.reduction)
+            gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, total)
         else:  # the gradient keeps its dtype
             gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
         extra_args = dict(batch.extra_args)
@@ -194,7 +201,7 @@ class Accumulation(NamedTuple):
         structure = jax.tree.structure(gradient)
         if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == structure:
             extra_args["grad"] = gradient
-        return gradient, extra_args
+        return gradient, extra_args, total
 
     def finish(
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar

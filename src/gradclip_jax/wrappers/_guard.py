@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -120,15 +118,3 @@ def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     loss = jnp.asarray(value, jnp.float32)
     axes = shard_axes(loss, axis_name)
     return lax.pmean(loss, tuple(sorted(axes))) if axes else loss
-
-
-def any_of(rejections: Tree) -> Scalar | bool:
-    """Return whether any flag in a tree of rejections is true; False without flags."""
-    flags = jax.tree.leaves(rejections)
-    return functools.reduce(jnp.logical_or, flags) if flags else False
-
-
-def none_of(rejections: Tree) -> Scalar | bool:
-    """Return whether no flag in a tree of rejections is true; True without flags."""
-    flags = jax.tree.leaves(rejections)
-    return ~functools.reduce(jnp.logical_or, flags, jnp.bool_(False)) if flags else True

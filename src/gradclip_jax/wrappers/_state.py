@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from typing import NamedTuple
 
 import jax
@@ -50,6 +51,11 @@ class Outcome(enum.IntFlag):
     APPLIED, CLIPPED, ACCUMULATED, SKIPPED = 0x200, 0x400, 0x800, 0x2000
     SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
     GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS, SKIPPED_OTHER = 0x20000, 0x40000, 0x80000, 0x100000
+
+    @classmethod
+    def of_cause(cls, cause: str) -> Outcome:
+        """Return the flag of the cause of a skip, such as "large_norm"."""
+        return cls[f"SKIPPED_{cause.upper()}"]
 
 
 class GuardState(NamedTuple):
@@ -125,7 +131,7 @@ def _combined_outcome(nodes: list[Tree]) -> Array:
     outcome = found[0] if found else jnp.int32(int(Outcome.APPLIED))
     for other in found[1:]:
         outcome |= other
-        is_applied = outcome & int(Outcome.APPLIED) != 0
+        is_applied = has_flag(outcome, Outcome.APPLIED)
         outcome = jnp.where(is_applied, outcome & ~int(Outcome.ACCUMULATED), outcome)
     return outcome
 
@@ -176,10 +182,10 @@ def has_updated(state: Tree) -> Array:
         2
     """
     check_no_transformation(state)
-    return is_applied(outcome_of(plain_arrays(state)))
+    return has_flag(outcome_of(plain_arrays(state)), Outcome.APPLIED)
 
 
-@jax.jit
-def is_applied(outcome: Array) -> Array:
-    """Return whether an outcome contains `APPLIED`."""
-    return outcome & int(Outcome.APPLIED) != 0
+@functools.partial(jax.jit, static_argnums=1)
+def has_flag(outcome: Array, flag: Outcome) -> Array:
+    """Return whether an outcome contains a flag, or any of several flags."""
+    return outcome & int(flag) != 0

@@ -1,0 +1,116 @@
+"""Which guards and which accumulation are around a transformation, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_state
+from .._errors import named, type_error
+from .._run_if import like_dtypes
+from .._states import find_states, metric_names
+from .._types import Tree
+from ._accumulation import Accumulation
+from ._guard import Guard, params_of
+from ._state import GuardState, WrapperState
+
+
+class Wrappers(NamedTuple):
+    """Guards and an accumulation that are directly around a transformation.
+
+    Attributes:
+        inner: Transformation inside all guards and the accumulation.
+        outer: Guards around the accumulation, from the outermost to the innermost.
+        accumulation: The accumulation, or None.
+        guards: Guards inside the accumulation; all guards if there is no accumulation.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: tuple[Guard, ...] = ()
+    accumulation: Accumulation | None = None
+    guards: tuple[Guard, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The public function of the outermost guard or accumulation, for errors."""
+        return next(x.name for x in (*self.outer, self.accumulation, *self.guards) if x)
+
+    def inside(self, wrapper: Guard | Accumulation) -> Wrappers:
+        """Return the wrappers with one more guard or accumulation around them."""
+        if isinstance(wrapper, Guard):
+            if self.accumulation:
+                return self._replace(outer=(wrapper, *self.outer))
+            return self._replace(guards=(wrapper, *self.guards))
+        if self.accumulation:
+            _raise_of_two_accumulations()
+        return self._replace(accumulation=wrapper)
+
+    def init(self, params: Tree) -> WrapperState:
+        """Return the initial state."""
+        with named(self.name):
+            inner_state = self.inner.init(params)
+            outer = tuple(_init_guard(guard, params) for guard in self.outer)
+            guards = tuple(_init_guard(guard, params) for guard in self.guards)
+            self._check_nesting((*outer, *guards), inner_state)
+            return WrapperState(
+                outcome=jnp.zeros((), jnp.int32),
+                grad_norm=jnp.zeros((), jnp.float32) if outer or guards else None,
+                consecutive_skips=jnp.zeros((), jnp.int32),
+                guard_failed=jnp.zeros((), jnp.int32),
+                outer=outer,
+                accumulation=self.accumulation and self.accumulation.init(params),
+                guards=guards,
+                # Weak types, which `update` does not return, would cause a second trace.
+                inner_state=like_dtypes(inner_state, inner_state),
+            )
+
+    def check_state(self, state: Any) -> None:
+        """Raise if a state is not that of these wrappers."""
+        check_state(state, WrapperState)
+        for guards, states in (self.outer, state.outer), (self.guards, state.guards):
+            causes = [set(x.skipped) for x in states]
+            if causes != [set(guard.causes) for guard in guards]:
+                hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+                got = f"one of guards with the causes {causes}"
+                raise type_error("state", "the state of these guards", got, hint)
+
+    def _check_nesting(self, guards: tuple[GuardState, ...], inner_state: Tree) -> None:
+        """Raise if a guard cannot see the accumulation inside it, or prevents a loss scale."""
+        names = metric_names(inner_state)
+        has_inner_scale = any(hasattr(guard.rule_state, "loss_scale") for guard in guards[1:])
+        if has_inner_scale or (guards and "loss_scale" in names):
+            # If an outer guard skipped steps that overflow, the loss scale would never decrease.
+            rule = "a transformation without `dynamic_loss_scale`"
+            hint = (
+                "Use `dynamic_loss_scale` outside this guard, so that it checks unscaled gradients."
+            )
+            raise type_error("inner", rule, "one that contains it", hint)
+        has_accumulation = "mini_step" in names
+        if self.accumulation and (
+            has_accumulation or find_states(inner_state, optax.MultiStepsState)
+        ):
+            _raise_of_two_accumulations()
+        if has_accumulation:
+            # The guard would check micro-batches only, and could not close a window.
+            rule = "a transformation without an accumulation inside a chain or another wrapper"
+            hint = (
+                "Place the guard directly around the accumulation, as in `optax.chain(clip, "
+                "skip_nonfinite(accumulate_gradients(optimizer, 4)))`, and `watch` outside."
+            )
+            raise type_error("inner", rule, "one that contains an accumulation", hint)
+
+
+def _init_guard(guard: Guard, params: Tree) -> GuardState:
+    """Return the initial state of a guard, in which each array has its own buffer."""
+    counts = {cause: jnp.zeros((), jnp.int32) for cause in guard.causes}
+    return GuardState(counts, jax.tree.map(jnp.array, guard.init(params_of(params))))
+
+
+def _raise_of_two_accumulations() -> NoReturn:
+    """Raise an error for an accumulation inside an accumulation."""
+    rule = "a transformation that contains no accumulation"
+    hint = "Use one accumulation with `every=a * b` instead of two."
+    raise type_error("inner", rule, "one that contains an accumulation", hint)

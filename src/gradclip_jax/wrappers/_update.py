@@ -1,0 +1,144 @@
+"""The `update` function of guards and accumulations, and `apply_gradients`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import check_transformation, is_scalar
+from .._errors import public
+from .._states import metric_names, plain_arrays
+from .._types import Tree
+from ._accumulation import Accumulation
+from ._execute import apply_updates, execute
+from ._guard import ExtraArgs, Guard, check_guard_arguments
+from ._nesting import Wrappers
+
+Observe: TypeAlias = Callable[[Tree, Tree], Tree]
+"""A function `(updates, params) -> measurements` that is called where the updates are computed."""
+
+
+class InPlaceUpdate:
+    """An `update` function that can also add the updates to the parameters.
+
+    `apply_gradients` looks for this class instead of an attribute, which decorators would copy.
+    """
+
+    def apply(
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return the new parameters, the next state, and the measurements.
+
+        The measurements are zeros if the inner transformation did not run, and None without
+        `observe`.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WrapperUpdate(InPlaceUpdate):
+    """The `update` function of guards and an accumulation.
+
+    The function is a callable object instead of a closure, so that another guard around it can
+    extend it, even if a trainer has rebuilt the transformation from `init` and `update`.
+    `jax.named_call` requires `__name__`.
+    """
+
+    __name__: ClassVar[str] = "update"
+    wrappers: Wrappers
+
+    def __call__(
+        self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
+    ) -> tuple[Tree, Tree]:
+        """Return the update of the inner transformation, or zeros if it does not run."""
+        given = self.wrappers, updates, state, params, None, extra_args
+        (updates, _), _, state = execute(*given)
+        return updates, state
+
+    def apply(
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+    ) -> tuple[Tree, Tree, Tree]:
+        """Implement `apply_gradients`."""
+        given = self.wrappers, grads, state, params, params, extra_args, observe
+        (_, measured), params, state = execute(*given)
+        return params, state, measured
+
+
+def wrap(
+    wrapper: Guard | Accumulation, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    if isinstance(wrapper, Guard):
+        arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
+        check_guard_arguments(inner, *arguments)
+    if isinstance(inner.update, WrapperUpdate):
+        wrappers = inner.update.wrappers
+    else:
+        wrappers = Wrappers(optax.with_extra_args_support(inner))
+    wrappers = wrappers.inside(wrapper)
+    init: Any = wrappers.init  # the type of Optax names arrays as states
+    return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
+
+
+@public
+@jax.named_scope("apply_gradients")
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any
+) -> tuple[Tree, Tree]:
+    """Run `update` and `optax.apply_updates` in one call.
+
+    The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
+    `accumulate_gradients` are rounded only once, when they are added to the parameters.
+    `apply_gradients` is faster for accumulations and guards. If the optimizer does not run,
+    parameters and optimizer state are not read or written, whereas `update` must return a tree of
+    zeros. Donate `params` and `state` to the jitted step; otherwise they are copied.
+
+    Args:
+        tx: Gradient transformation.
+        grads: Gradients with the structure of `params`.
+        state: State of `tx`.
+        params: Parameters; may be Flax NNX variables.
+        **extra_args: Extra arguments for `tx.update`.
+
+    Returns:
+        The new parameters, with unchanged dtypes and types, and the new state.
+
+    Raises:
+        TypeError: If `tx` is not a gradient transformation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> params = jnp.array([0.0])
+        >>> state = tx.init(params)
+        >>> for grads in (jnp.array([1.0]), jnp.array([3.0])):
+        ...     params, state = gcx.apply_gradients(tx, grads, state, params)
+        >>> params.tolist()
+        [-2.0]
+    """
+    check_transformation("tx", tx)
+    arrays = plain_arrays((grads, state, params))
+    if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
+        leaves = jax.tree.leaves(apply_gradients(tx, *arrays, **extra_args))
+        return jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
+    _warn_of_unread_weight(extra_args, state)
+    if isinstance(tx.update, InPlaceUpdate):
+        params, state, _ = tx.update.apply(grads, state, params, extra_args, None)
+        return params, state
+    update = optax.with_extra_args_support(tx).update
+    updates, state = update(grads, state, params, **extra_args)
+    return apply_updates(params, updates), state
+
+
+def _warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
+    """Warn if the weight of a micro-batch is passed, but no accumulation reads it."""
+    is_weight = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
+    if is_weight and "mini_step" not in metric_names(state):
+        hint = "Wrap the optimizer in `accumulate_gradients`."
+        warnings.warn(f"No accumulation reads the extra argument `weight`. {hint}", stacklevel=2)
