@@ -8,9 +8,9 @@ optimizers, in the same order.
 """
 
 import collections
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,13 @@ import numpy as np
 import optax
 
 from ._checks import check_choice, check_transformation, describe, is_traced, leaf_path
+from ._converters import from_own, to_own
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
 from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
-from ._weighted_sum import WeightedSum
-from .clipping._clip import ClipState
-from .guarding._loss_scale import LossScaleState
-from .guarding._skip_spikes import SpikeState
-from .monitoring._watch import WatchState
 from .wrappers._accumulation import AccumulationState
-from .wrappers._state import GuardState, WrapperState
+from .wrappers._state import WrapperState
 
 
 @public
@@ -95,7 +91,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     like = tx.init(params)
-    new, old = (_to_own(plain_arrays(x)) for x in (like, state))
+    new, old = (to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))
     values.update((path, value) for path, value in _pairs(new, old))
     unmatched = _parts(old)
@@ -110,7 +106,7 @@ def convert_state(
             if isinstance(x, WrapperState) and x.accumulation is not None:
                 _check_closed(x, path)
     converted = jax.tree.map_with_path(lambda path, _: values[path], new)
-    converted = _from_own(plain_arrays(like), converted)
+    converted = from_own(plain_arrays(like), converted)
     return with_structure_of(like, like_dtypes(converted, plain_arrays(like)))
 
 
@@ -225,9 +221,8 @@ def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
     old, new = (jax.eval_shape(lambda x: x, x) for x in (given, like))
     if jax.tree.structure(old) == jax.tree.structure(new) and old == new:
         return given
-    if isinstance(like, WatchState):  # with another history, or other clips inside
-        return like._replace(step_count=given.step_count)
-    return like  # it may have another rule
+    # A clip or a guard may have another rule, and `watch` another history.
+    return like.continued_from(given) if hasattr(like, "continued_from") else like
 
 
 def _copied_window(
@@ -282,183 +277,3 @@ def _check_closed(given: WrapperState, path: Path, why: str = "or convert later"
         got = f"{leaf_path('state', path)}.{field} = {held}"
         hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)
-
-
-class _Converter(NamedTuple):
-    """How a state of another kind is converted to a `WrapperState` and back.
-
-    Attributes:
-        fields: Fields of the state.
-        inner: Name of the field with the inner state.
-        to_own: Function `state -> WrapperState`, without the inner state.
-        from_own: Function `(like, WrapperState) -> state`, or None for states of earlier versions.
-    """
-
-    fields: frozenset[str]
-    inner: str
-    to_own: Callable[[Any], WrapperState]
-    from_own: Callable[[Any, WrapperState], Any] | None = None
-
-
-def _own(**fields: Any) -> WrapperState:
-    """Return a state in which missing fields are None, so that they have no arrays."""
-    missing: dict[str, Any] = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
-    return WrapperState(**missing | fields)
-
-
-def _guarded(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
-    """Return the state of one guard of an earlier version."""
-    counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
-    skipped = {cause: count for cause, count in causes.items() if count is not None}
-    return _own(grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts)
-
-
-def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
-    weight = jnp.asarray(node.mini_step, jnp.float32)
-    window: dict[str, Any] = dict.fromkeys(AccumulationState._fields)
-    window |= {"mini_step": node.mini_step, "gradient_step": node.gradient_step}
-    window["gradient"] = WeightedSum(node.acc_grads, weight)
-    return _own(accumulation=AccumulationState(**window))
-
-
-def _to_multi_steps(like: optax.MultiStepsState, own: WrapperState) -> optax.MultiStepsState:
-    window = own.accumulation
-    steps = {"mini_step": window.mini_step, "gradient_step": window.gradient_step}
-    return like._replace(acc_grads=window.gradient.total, **steps)
-
-
-def _from_apply_if_finite(node: optax.ApplyIfFiniteState) -> WrapperState:
-    guard = GuardState({"nonfinite": node.total_notfinite}, ())
-    return _own(consecutive_skips=node.notfinite_count, guards=(guard,))
-
-
-def _to_apply_if_finite(
-    like: optax.ApplyIfFiniteState, own: WrapperState
-) -> optax.ApplyIfFiniteState:
-    streak, total = own.consecutive_skips, own.guards[0].skipped["nonfinite"]
-    return like._replace(
-        notfinite_count=streak, last_finite=jnp.asarray(streak) == 0, total_notfinite=total
-    )
-
-
-def _from_old_accumulation(node: Any) -> WrapperState:
-    window: dict[str, Any] = {name: getattr(node, name, None) for name in AccumulationState._fields}
-    window["gradient"] = WeightedSum(node.acc_grads, node.total_weight)
-    window["loss"] = WeightedSum(node.loss_sum, node.loss_weight)
-    return _own(accumulation=AccumulationState(**window))
-
-
-def _from_old_spikes(node: Any) -> WrapperState:
-    thresholds = {"norm": node.skip_threshold, "loss": node.loss_threshold}
-    thresholds = {key: x for key, x in thresholds.items() if x is not None}
-    causes = {
-        "nonfinite": node.skipped_nonfinite,
-        "large_norm": node.skipped_large_norm,
-        "large_loss": node.skipped_large_loss,
-    }
-    return _guarded(node, causes, SpikeState(thresholds, node.rule_states))
-
-
-_COUNTS: Final = {"grad_norm", "consecutive_skips", "guard_failed", "inner_state"}
-_CONVERTERS: Final = (
-    _Converter(
-        frozenset(optax.MultiStepsState._fields),
-        "inner_opt_state",
-        _from_multi_steps,
-        _to_multi_steps,
-    ),
-    _Converter(
-        frozenset(optax.ApplyIfFiniteState._fields),
-        "inner_state",
-        _from_apply_if_finite,
-        _to_apply_if_finite,
-    ),
-    # States of the version before guards and accumulations had one state.
-    _Converter(
-        frozenset(
-            {*AccumulationState._fields, "inner_opt_state", "acc_grads", "total_weight"}
-            | {"emitted", "loss_sum", "loss_weight"}
-        )
-        - {"gradient", "loss"},
-        "inner_opt_state",
-        _from_old_accumulation,
-    ),
-    _Converter(
-        frozenset({*_COUNTS, "skipped_nonfinite"}),
-        "inner_state",
-        lambda node: _guarded(node, {"nonfinite": node.skipped_nonfinite}),
-    ),
-    _Converter(
-        frozenset({*_COUNTS, "skipped_nonfinite", "loss_scale", "good_steps"}),
-        "inner_state",
-        lambda node: _guarded(
-            node,
-            {"nonfinite": node.skipped_nonfinite},
-            LossScaleState(node.loss_scale, node.good_steps),
-        ),
-    ),
-    _Converter(
-        frozenset({*_COUNTS, "skipped_other", "rule_state"}),
-        "inner_state",
-        lambda node: _guarded(node, {"other": node.skipped_other}, node.rule_state),
-    ),
-    _Converter(
-        frozenset(
-            {*_COUNTS, "skip_threshold", "skipped_large_norm", "loss_threshold"}
-            | {"skipped_large_loss", "skipped_nonfinite", "rule_states"}
-        ),
-        "inner_state",
-        _from_old_spikes,
-    ),
-)
-
-
-_OLD_TYPES: Final[dict[tuple[str, ...] | None, Any]] = {
-    kind._fields: kind for kind in (ClipState, WatchState)
-}
-"""Types whose fields are those of earlier versions, which a checkpoint may contain."""
-
-
-def _converter_of(node: object) -> _Converter | None:
-    """Return the converter of a state, which is recognized by its fields."""
-    fields = getattr(type(node), "_fields", None)
-    found = (x for x in _CONVERTERS if fields is not None and x.fields == frozenset(fields))
-    return next(found, None)
-
-
-def _is_convertible(node: object) -> bool:
-    """Return whether a node is a state of this package, or is converted to one."""
-    is_old = getattr(type(node), "_fields", None) in _OLD_TYPES
-    return is_old or is_own_state(node) or _converter_of(node) is not None
-
-
-def _to_own(state: Tree) -> Tree:
-    """Convert all guards and accumulations inside a state to states of this package."""
-
-    def convert(node: Tree) -> Tree:
-        if converter := _converter_of(node):
-            inner_state = _to_own(getattr(node, converter.inner))
-            return converter.to_own(node)._replace(inner_state=inner_state)
-        own = _OLD_TYPES.get(getattr(type(node), "_fields", None), type(node))
-        node = node if isinstance(node, own) else own(*node)
-        if is_own_state(node) and hasattr(node, "inner_state"):
-            return node._replace(inner_state=_to_own(node.inner_state))
-        return node
-
-    return jax.tree.map(convert, state, is_leaf=_is_convertible)
-
-
-def _from_own(like: Tree, own: Tree) -> Tree:
-    """Convert states of this package back to the types in `like`, the inverse of `_to_own`."""
-
-    def convert(node: Tree, own: Tree) -> Tree:
-        converter = _converter_of(node)
-        name = converter.inner if converter else "inner_state"
-        if not hasattr(node, name):
-            return own
-        inner = _from_own(getattr(node, name), own.inner_state)
-        if converter is None or converter.from_own is None:
-            return own._replace(inner_state=inner)
-        return converter.from_own(node, own)._replace(**{name: inner})
-
-    return jax.tree.map(convert, like, own, is_leaf=_is_convertible)

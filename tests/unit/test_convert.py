@@ -236,16 +236,15 @@ def test_states_of_the_version_with_one_state_for_each_guard_are_converted():
         "mini_step gradient_step inner_opt_state acc_grads total_weight accumulation_steps "
         "micro_batch_count emitted empty_windows loss_sum loss_weight",
     )
-    clip = collections.namedtuple("ClipState", gcx.clip_by_global_norm(1.0).init(PARAMS)._fields)
     inner = optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 3))
     state = tx.init(PARAMS)
     for _ in range(4):  # a window, and a micro-batch of the next one
         params, state = gcx.apply_gradients(tx, PARAMS, state, PARAMS, value=jnp.float32(2))
-    sums, (clipped, adam) = state.accumulation, state.inner_state
+    sums = state.accumulation
     counts = sums.accumulation_steps, sums.micro_batch_count, 0, sums.empty_windows
     old = window(
-        *(sums.mini_step, sums.gradient_step, (clip(*clipped), adam), sums.gradient.total),
+        *(sums.mini_step, sums.gradient_step, state.inner_state, sums.gradient.total),
         *(sums.gradient.weight, *counts, sums.loss.total, sums.loss.weight),
     )
     skips = state.outer[0].skipped["nonfinite"], state.consecutive_skips, state.guard_failed

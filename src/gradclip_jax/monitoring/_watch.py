@@ -60,6 +60,10 @@ class WatchState(NamedTuple):
         values = _last_measurements(self.rows.values, self.step_count)
         return dict(zip(names, values, strict=True))
 
+    def continued_from(self, earlier: WatchState) -> WatchState:
+        """Return this initial state with the step count of a `watch` with another `history`."""
+        return self._replace(step_count=earlier.step_count)
+
 
 @jax.jit
 def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
