@@ -15,7 +15,7 @@
 | `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
 | `risen` | the loss has risen for good, or the run does not learn |
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
-| `clip` | a factor of a clip is 0, or below STARVING in a streak |
+| `clip` | a factor of a clip is below STARVING in a streak |
 | `replica`, `window` | flags that `watch` has set in the row |
 | `note` | beside `infinity`: it is the first overflow of a loss scale |
 """
@@ -184,10 +184,9 @@ class Findings(NamedTuple):
         tap_rises: The part of `rises` for the RMS of the taps.
         drifts: Logarithm of the ratio by which the gradient norms of the tree and of each unit have
             risen for good; 0 for others.
-        are_zero: Whether the gradient norms of the tree and of each unit have become 0.
+        is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
         is_zero_loss: Whether the loss has become 0.
         loss_rise: A lasting rise of the loss, or None.
-        is_zero_factor: Whether the factor of a clip has become 0.
         is_starving: Whether the factor of a clip has long been almost 0.
     """
 
@@ -198,10 +197,9 @@ class Findings(NamedTuple):
     unit_rises: HostArray
     tap_rises: HostArray
     drifts: HostArray
-    are_zero: HostArray
+    is_zero_norm: HostArray
     is_zero_loss: bool
     loss_rise: LossRise | None
-    is_zero_factor: bool
     is_starving: bool
 
     @property
@@ -229,8 +227,8 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
     elif x.unit_rises.any():
         text = f"relative gradient norm rose {_ratio(x.unit_rises)} times"
         yield Fault("leaf", text, x.unit_rises)
-    if x.are_zero.any():
-        yield Fault("zero", "the gradient has become zero", x.are_zero[1:])
+    if x.is_zero_norm.any():
+        yield Fault("zero", "the gradient has become zero", x.is_zero_norm[1:])
     if x.drifts.any():
         text = f"gradient norm slowly rose {_ratio(x.drifts)} times"
         yield Fault("drift", text, x.drifts[1:])
@@ -244,9 +242,7 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
     if x.tap_rises.any():
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
-    if x.is_zero_factor:
-        yield Fault("clip", "a clip multiplies the gradient by 0, its threshold is not positive")
-    elif x.is_starving:
+    if x.is_starving:
         count, factor = STREAKS["starving clip"], row.factors.min()
         text = f"a clip has multiplied {count} gradients by less than {STARVING}, now by"
         yield Fault("clip", f"{text} {factor:.2g}")
@@ -302,7 +298,7 @@ class Detector:
         ratios = [RATIO["tree"], *[RATIO["part"]] * num_units]
         self.drifts = LastingRises(np.log(ratios))
         self.zeros = Streaks([1, *[STREAKS["zero"]] * (num_units + 1)])  # tree, units, loss
-        self.small_factors = Streaks([1, STREAKS["starving clip"]])  # factors of 0, and others
+        self.small_factors = Streaks([STREAKS["starving clip"]])
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
         self.count = 0  # of rows
         # The last incident, its row, and the first step of its streak.
@@ -316,7 +312,6 @@ class Detector:
         taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])  # as `tap_names`
         values = _logarithms(gradient, rows.norms[:, 1:, 0], loss, taps[..., 1])
         rises, thresholds, levels = self.outliers.compare(values)
-        thresholds[:, LOSS] = np.fmin(thresholds[:, LOG_LOSS], thresholds[:, LOSS])
         # A guard has compared the norm or the loss with a threshold of its own.
         skips = Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
         for column, flag, limits in zip((TREE, LOSS), skips, rows.limits.T, strict=True):
@@ -325,26 +320,26 @@ class Detector:
         units, found = self.outliers.units, list[Incident]()
         for t in range(len(values)):
             row = rows.take(t)._replace(taps=taps[t])
-            *are_zero, is_zero_loss = self._zeros(np.append(gradient[t], loss[t]))
-            has_loss = bool(row.outcome & Outcome.HAS_LOSS)
+            is_zero = self._has_become_zero(np.append(gradient[t], loss[t]))
+            has_loss = row.outcome & Outcome.HAS_LOSS
             findings = Findings(
-                row,
-                self.tap_names,
-                rises[t],
-                thresholds[t],
-                rises[t, units],
-                rises[t, self.outliers.taps],
-                self._drifts(values[t, TREE], values[t, units]),
-                np.array(are_zero),
-                is_zero_loss,
-                self.losses.update(float(loss[t])) if has_loss else None,
-                *self._small_factors(row),
+                row=row,
+                tap_names=self.tap_names,
+                rises=rises[t],
+                thresholds=thresholds[t],
+                unit_rises=rises[t, units],
+                tap_rises=rises[t, self.outliers.taps],
+                drifts=self._drifts(values[t, TREE], values[t, units]),
+                is_zero_norm=is_zero[:-1],
+                is_zero_loss=bool(is_zero[-1]),
+                loss_rise=self.losses.update(float(loss[t])) if has_loss else None,
+                is_starving=self._is_starving(row),
             )
             found += self._incidents(findings, float(levels[t, LOSS]))
             self.count += 1
         return found
 
-    def _zeros(self, values: HostArray) -> HostArray:
+    def _has_become_zero(self, values: HostArray) -> HostArray:
         """Return which of the gradient norms and the loss have become exactly 0."""
         return self.zeros.compare(values == 0, abs(values) > 0)
 
@@ -358,13 +353,12 @@ class Detector:
         has_risen, lowest, best = self.drifts.compare(np.append(tree, units))
         return np.where(has_risen, lowest - best, 0)
 
-    def _small_factors(self, row: Rows) -> HostArray:
-        """Return whether a clip factor has become 0, and whether one has long been almost 0."""
-        is_known = row.outcome & Outcome.APPLIED and math.isfinite(row.norms[0, 0])
-        factor = row.factors.min(initial=1.0) if is_known else np.nan
-        is_zero, is_small = factor == 0, 0 < factor < STARVING
-        is_true = np.array([is_zero, is_small])
-        return self.small_factors.compare(is_true, ~is_true & bool(is_known))
+    def _is_starving(self, row: Rows) -> bool:
+        """Return whether a clip factor has been almost 0 for long."""
+        if not row.outcome & Outcome.APPLIED or not math.isfinite(row.norms[0, 0]):
+            return False  # the clip did not run, or its factor means nothing
+        is_small = np.array([row.factors.min(initial=1.0) < STARVING])
+        return bool(self.small_factors.compare(is_small, ~is_small).any())
 
     def _incidents(self, x: Findings, level: float) -> Iterator[Incident]:
         """Yield the incident of a row that has faults; `level` is the median of the last losses."""
@@ -384,38 +378,45 @@ class Detector:
 
     def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
         """Return the faults of a row as an incident, which may continue a streak."""
-        row, kinds = x.row, tuple(fault.kind for fault in faults)
-        step, flags, units = int(row.step), Outcome(int(row.outcome)), list[str]()
-        batch_id = int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None
-        parts = list[str]()
-        for fault in faults:
-            has_unit = fault.by_unit.any()
-            units += [self.names.units[np.argmax(fault.by_unit)]] if has_unit else []
-            parts.append(f"{fault.text} in {units[-1]}" if has_unit else fault.text)
-        if row.taps[:, -1].any():
-            parts.append(f"first non-finite {x.tap_names[np.flatnonzero(row.taps[:, -1])[0]]}")
+        step, flags = int(x.row.step), Outcome(int(x.row.outcome))
+        kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = self.count - self.last_row <= INCIDENT_GAP
-        streak = 1
-        if is_near and not set(kinds).isdisjoint(self.last.kinds):
-            streak = self.last.streak + 1
-            parts.append(f"{streak} times since step {self.first_step}")
-        else:
-            self.first_step = step
+        has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
+        streak = self.last.streak + 1 if is_near and has_common_kind else 1
+        self.first_step = self.first_step if streak > 1 else step
+
         words = [w for w in ("skipped", "accumulated", "clipped") if Outcome[w.upper()] in flags]
-        batch = "" if batch_id is None else f", batch {batch_id}"
-        sentence = f"step {step}{batch}: {' and '.join(words) or 'applied'}, {'; '.join(parts)}"
-        leaf = units[0] if units else ""
+        sentence = f"step {step}"
+        if Outcome.HAS_BATCH_ID in flags:
+            batch_id = int(x.row.batch_id)
+            sentence += f", batch {batch_id}"
+        units = [self._unit_of(fault) for fault in faults]
+        parts = [
+            f"{fault.text} in {unit}" if unit else fault.text
+            for fault, unit in zip(faults, units, strict=True)
+        ]
+        for tap in np.flatnonzero(x.row.taps[:, -1])[:1]:
+            parts.append(f"first non-finite {x.tap_names[tap]}")
+        if streak > 1:
+            parts.append(f"{streak} times since step {self.first_step}")
+        sentence += f": {' and '.join(words) or 'applied'}, {'; '.join(parts)}"
+        leaf = next(filter(None, units), "")
         self.last_row = self.count
         self.last = Incident(step, kinds, sentence, leaf, loss_threshold, batch_id, streak)
         return self.last
+
+    def _unit_of(self, fault: Fault) -> str:
+        """Return the name of the unit with the strongest evidence, or "" if it is unknown."""
+        return self.names.units[np.argmax(fault.by_unit)] if fault.by_unit.any() else ""
 
 
 def _logarithms(
     gradient: HostArray, other_norms: HostArray, loss: HostArray, taps: HostArray
 ) -> HostArray:
-    """Return the columns that `Outliers` compares: all logarithms, but of the loss both.
+    """Return the columns that `Outliers` compares, float[rows, columns].
 
-    Values that are not finite, and logarithms of values that are not positive, are NaN.
+    They are logarithms, and the loss itself. Values that are not finite are NaN, and so are the
+    logarithms of values that are not positive.
     """
     singles = [gradient[:, :1], other_norms, loss[:, None]]
     positive = np.hstack([*singles, gradient[:, 1:], taps])

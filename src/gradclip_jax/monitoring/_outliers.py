@@ -184,6 +184,7 @@ class Outliers:
         threshold = self.level + bound
         is_logarithm = np.arange(len(threshold)) != LOSS
         np.exp(threshold, where=is_logarithm, out=threshold)
+        threshold[LOSS] = np.fmin(threshold[LOG_LOSS], threshold[LOSS])
         self.bound, self.threshold = bound, np.fmin(threshold, np.inf)  # inf instead of NaN
 
     def _tail(self) -> HostArray:
