@@ -295,9 +295,9 @@ class WatchUpdate(InPlaceUpdate):
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
             # If the inner transformation did not run, only the parameters are measured.
-            has_run, zeros = is_applied(outcome_of(inner_state)), optax.tree.zeros_like(grads)
-            unchanged = functools.partial(self._measure_step, units, zeros)
-            step = lax.cond(has_run, lambda _: step, unchanged, new)
+            has_run = is_applied(outcome_of(inner_state))
+            unchanged = functools.partial(sums_of_params, units)
+            step = lax.cond(has_run, lambda _: step, unchanged, units.leaves_of(new))
         return new, self._record(units, step, state, inner_state, extra_args), measured
 
     def _units(self, grads: Tree, state: Tree, params: Tree | None) -> Units:
@@ -403,6 +403,17 @@ def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
     return _sums_of_groups(units, terms, updates, params)
+
+
+def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
+    """Return the result of `sums_of_step` for updates of zero, which it does not read."""
+    dtype = norm_dtype(params)
+
+    def terms(p: Array, axes: tuple[int, ...]) -> Array:
+        total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
+        return jnp.stack([jnp.zeros_like(total), total], -1)
+
+    return _sums_of_groups(units, terms, params)
 
 
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
