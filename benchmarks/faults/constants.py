@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks._report import table
 from benchmarks.faults.logs import HERE, count, read
 from gradclip_jax.monitoring import _detect, _outliers
+from gradclip_jax.monitoring._lines import to_rows
 from gradclip_jax.monitoring._log import read_lines
-from gradclip_jax.monitoring._rows import to_rows
 
 CHANGES = {
     # name: the changed value, or the changed entry of a dictionary
