@@ -127,6 +127,7 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
+        self._has_read = False
         self._remark = ""  # of `read_log`, about the lines that are not rows
         if policy is not None:
             check_callable("policy", policy, "Pass a function of a report.")
@@ -179,12 +180,14 @@ class Monitor:
         lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
         unexpected = list[Incident]()
         if next_step < self.report.step:
-            if self.report.action not in ("rewind", "lower") and self.report.rows.step.size:
+            # A monitor that continues the run of its log starts with a restored state.
+            if self.report.action not in ("rewind", "lower") and self._has_read:
                 unexpected = [_went_back(next_step, self.report.step)]
             lines.append({"step": next_step, "rewind_to": next_step})
             self._policy.rewound(next_step)
             self._start(self.rows.take(self.rows.step < next_step), names)
         rows = rows.take(rows.step >= next_step)
+        self._has_read |= len(rows.step) > 0
         incidents, last = unexpected + self._detector.update(rows), self._policy.last
         self.incidents += incidents
         self._recent = [*self._recent[-_KEPT:], *incidents]
