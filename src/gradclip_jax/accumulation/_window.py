@@ -1,6 +1,7 @@
 """Functions that read or change the window of an accumulation between calls."""
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,29 +91,46 @@ def flush(
     for name in extra_args.keys() & {"weight", "flush"}:
         hint = "The window closes with the weights of its micro-batches."
         raise type_error(name, "omitted", describe(extra_args[name]), hint)
-    arrays, params = plain_arrays(state), plain_arrays(params)
+    arrays = plain_arrays(state)
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.
-    is_array = {name: all(map(is_array_like, jax.tree.leaves(x))) for name, x in extra_args.items()}
-    traced = {name: x for name, x in extra_args.items() if is_array[name]}
-    static = tuple((name, x) for name, x in extra_args.items() if not is_array[name])
-    updates, flushed = _flush(tx, static, arrays, params, traced)
-    return updates, with_structure_of(state, flushed)
+    leaves, structure = jax.tree.flatten(extra_args)
+    traced = [x if is_array_like(x) else None for x in leaves]
+    static = tuple(None if is_array_like(x) else _Static(x) for x in leaves)
+    updates, flushed = _flush(tx, (static, structure), arrays, plain_arrays(params), traced)
+    return with_structure_of(params, updates), with_structure_of(state, flushed)
+
+
+class _Static(NamedTuple):
+    """An argument that is not an array; without a hash, it equals only itself."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(self.value) if isinstance(self.value, Hashable) else id(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(self.value, Hashable):
+            return self is other
+        return isinstance(other, _Static) and self.value == other.value
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _flush(
     tx: optax.GradientTransformation,
-    static: tuple[tuple[str, Any], ...],
+    static: tuple[tuple[_Static | None, ...], jax.tree_util.PyTreeDef],
     state: Tree,
     params: Tree,
-    traced: dict[str, Any],
+    traced: list[Any],
 ) -> tuple[Tree, Tree]:
     """Return the updates and the state of a call that passes no gradient and closes the window.
 
-    `static` and `traced` are the extra arguments: functions and other objects, and arrays.
+    `static` are the extra arguments that are not arrays, and the structure of all; `traced` are the
+    arrays.
     """
-    extra_args = {**dict(static), **traced}
+    others, structure = static
+    leaves = [x.value if x else y for x, y in zip(others, traced, strict=True)]
+    extra_args = jax.tree.unflatten(structure, leaves)
     windows = _accumulations(state)
     is_open = jnp.stack([x.mini_step for x in windows]).any()
     update = optax.with_extra_args_support(tx).update
@@ -120,7 +138,7 @@ def _flush(
     totals = [x.gradient.total for x in windows]
     covered = {path for x in totals for path, _ in jax.tree.leaves_with_path(x)}
     # A wrapper such as `optax.flatten` may rename the parameters.
-    others = places - covered if covered <= places else set[Path]()
+    uncovered = places - covered if covered <= places else set[Path]()
 
     def zero(param: Array) -> Array | HostArray:
         if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
@@ -128,7 +146,7 @@ def _flush(
         return np.zeros(np.shape(param), jax.dtypes.float0)
 
     def without_others(path: Path, update: Array) -> Array:
-        return jnp.zeros_like(update) if path in others and not is_float0(update) else update
+        return jnp.zeros_like(update) if path in uncovered and not is_float0(update) else update
 
     def close(state: Tree) -> tuple[Tree, Tree]:
         no_gradient = jax.tree.map(zero, params_of(params))

@@ -58,7 +58,7 @@ def read_lines(log: LogSource, *, prefix: str | None = None) -> list[dict[str, A
         rule = "the path of a file, or a sequence of dictionaries"
         hint = "For a table of pandas, pass `table.to_dict('records')`."
         raise type_error("log", rule, type(log).__name__, hint)
-    return _rename_keys(lines, prefix)
+    return _rename_keys([*lines], prefix)
 
 
 def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:
@@ -166,13 +166,15 @@ def _known_name(word: str, name: str) -> str:
 # Names of columns
 
 
-def _rename_keys(lines: Iterable[Line], prefix: str | None) -> list[dict[str, Any]]:
-    """Replace the names of step, loss and gradient norm, and remove the prefix from other keys."""
+def _rename_keys(lines: list[Any], prefix: str | None) -> list[dict[str, Any]]:
+    """Replace the names of step, loss and gradient norm, and remove the prefix from other keys.
+
+    The list is changed in place, so that a long log is in memory only once.
+    """
     names = _new_names({key for line in lines for key in line}, prefix)
     # Lines with the same keys are renamed in the same way.
     pairs_of = dict[tuple[str, ...], list[tuple[str, str]]]()
-    renamed: list[dict[str, Any]] = []
-    for line in lines:
+    for i, line in enumerate(lines):
         keys = tuple(line)
         if keys not in pairs_of:
             # Of several keys with the same new name, the one with the lowest rank is used.
@@ -180,8 +182,8 @@ def _rename_keys(lines: Iterable[Line], prefix: str | None) -> list[dict[str, An
             best = {names[key][0]: key for key in by_rank}
             pairs = ((names[key][0], key) for key in keys)
             pairs_of[keys] = [(name, key) for name, key in pairs if best[name] == key]
-        renamed.append({name: line[key] for name, key in pairs_of[keys]})
-    return renamed
+        lines[i] = {name: line[key] for name, key in pairs_of[keys]}
+    return lines
 
 
 def _new_names(keys: Collection[str], prefix: str | None) -> dict[str, tuple[str, int]]:

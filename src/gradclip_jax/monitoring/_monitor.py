@@ -116,6 +116,7 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
+        self._has_read = False
         self._remark = ""  # of `read_log`, about the lines that are not rows
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
         self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
@@ -160,6 +161,7 @@ class Monitor:
                 lines.append({"step": step, "rewind_to": step})
                 incidents += self._go_back(step)
             rows = rows.take(rows.step >= step)
+            self._has_read |= len(rows.step) > 0
             incidents += self._detector.update(rows)
             self.incidents = [*self.incidents, *incidents]
             self._recent = [*self._recent[-_KEPT:], *incidents]
@@ -217,7 +219,8 @@ class Monitor:
         self._policy.rewound(step)
         self._start(self.rows.take(self.rows.step < step), self.names)
         is_advised = self.report.action in ("rewind", "lower")
-        if is_advised or not self.report.rows.step.size:  # a restarted job may go back
+        # A monitor that continues the run of its log starts with a restored state.
+        if is_advised or not self._has_read:
             return []
         sentence = f"the state went back from step {self.report.step}"
         sentence = f"step {step}: {sentence}, although no rewind was advised"
