@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, check_transformation, describe, is_traced, leaf_path
+from ._checks import (
+    check_arrays,
+    check_choice,
+    check_transformation,
+    describe,
+    is_traced,
+    leaf_path,
+)
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
 from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
@@ -94,6 +101,7 @@ def convert_state(
     """
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
+    check_arrays("params", params)
     like = tx.init(params)
     new, old = (_to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))

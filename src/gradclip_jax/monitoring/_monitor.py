@@ -13,7 +13,15 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_count, check_number, is_traced, listed, shortened
+from .._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_number,
+    is_traced,
+    listed,
+    shortened,
+)
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
@@ -121,6 +129,8 @@ class Monitor:
         rewind_on_rise: bool = False,
         policy: Callable[[Report], Report] | None = None,
     ):
+        check_flag("resume", resume)
+        check_flag("rewind_on_rise", rewind_on_rise)
         if which is not None:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
         self._log, self._which = None if jax.process_index() else log, which
@@ -344,6 +354,9 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         >>> print(monitor.incidents[0].step, monitor.incidents[0].kinds)
         99 ('loss',)
     """
+    if not isinstance(prefix, (str, type(None))):
+        hint = "Pass the start of the keys, such as `g/`."
+        raise type_error("prefix", "a string or None", shortened(prefix), hint)
     lines = read_lines(log, prefix=prefix)
     rows, names, remark = to_rows(lines)
     if not len(rows.step):
@@ -410,8 +423,10 @@ def _as_array(norms: Any) -> HostArray:
     if any(map(is_traced, jax.tree.leaves(norms))):
         raise type_error("norms", "passed outside `jit`", "a traced array", hint)
     if not isinstance(norms, (str, Report, Monitor)):
-        with contextlib.suppress(TypeError, ValueError):
-            return np.asarray(jax.device_get(norms), float)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            array = np.asarray(jax.device_get(norms))
+            if array.dtype.kind not in "bmM":
+                return array.astype(float)
     raise type_error("norms", "rows or an array of norms", type(norms).__name__, hint)
 
 
@@ -420,9 +435,12 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    if isinstance(saved, str) or not isinstance(saved, Iterable):
+    try:
+        steps = list(saved)
+    except TypeError:
+        steps = None
+    if steps is None or isinstance(saved, (str, bytes)):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
-    steps = list(saved)
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]
@@ -435,6 +453,8 @@ def _incidents_in(lines: Iterable[Line]) -> list[Incident]:
 
 def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
     """Return the lines of the log that a monitor continues."""
+    if callable(log):
+        check_callable("log", log, "Pass a function of a line.")
     if log is None or callable(log):
         return []
     if not isinstance(log, (str, os.PathLike)):
