@@ -183,8 +183,9 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int
 
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
     """Raise if a value is not one of `choices`, which are strings, numbers, bools or None."""
-    is_choice = isinstance(value, (str, int, float, np.generic, type(None))) and value in choices
-    if not is_choice:
+    kinds = str, int, float, np.generic, type(None)
+    # True equals 1.
+    if isinstance(value, bool) or not (isinstance(value, kinds) and value in choices):
         rule = f"one of {', '.join(map(repr, choices))}"
         raise value_error(argument, rule, shortened(value), "Pass one of these values.")
 
@@ -196,17 +197,65 @@ def check_ord(ord: Order | None) -> float:
     return 2.0 if ord is None else float(ord)
 
 
+def check_flag(argument: str, value: object) -> None:
+    """Raise if a value is not a static bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise type_error(argument, "True or False", shortened(value), "Pass a Python bool.")
+
+
+def as_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:
+    """Return an integer, or a list or tuple of integers, as a tuple."""
+    positions: Any = value if isinstance(value, (list, tuple)) else (value,)
+    for i in positions:
+        check_static(argument, i)
+        check_count(argument, i, hint, low=-64)
+    return tuple(map(int, positions))
+
+
+def check_arrays(argument: str, tree: Tree) -> None:
+    """Raise if a leaf of a tree is neither an array, nor a number, nor a shape with a dtype."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        is_shaped = hasattr(x, "shape") and hasattr(x, "dtype")
+        dtype = dtype_of(x)
+        is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+        is_number |= jnp.issubdtype(dtype, jax.dtypes.extended) or is_float0(x)
+        is_wide = isinstance(x, int) and abs(x) >= 2**31
+        if not (is_shaped or is_array_like(x)) or not is_number or is_wide:
+            got = f"{describe(x)} at {leaf_path(argument, path)}"
+            raise type_error(argument, "a tree of arrays", got, "Exclude other leaves.")
+
+
+def check_array(argument: str, value: object) -> None:
+    """Raise if a value is not a concrete or traced array of real floating-point numbers."""
+    if not is_array_like(value) or not jnp.issubdtype(dtype_of(value), jnp.floating):
+        hint = "Pass a JAX or NumPy array."
+        raise type_error(argument, "a floating-point array", shortened(value), hint)
+
+
 def check_callable(argument: str, value: object, hint: str) -> None:
-    if not callable(value):
+    """Raise if a value is not a function, or is a factory of this package that was not called."""
+    if is_factory(value):
+        name = getattr(value, "__name__", "")
+        got = f"the function `{name}`"
+        raise type_error(argument, f"the result of `{name}(...)`", got, "Call the function.")
+    if not callable(value) or isinstance(value, type):
         raise type_error(argument, "a function", shortened(value), hint)
+
+
+def is_factory(value: object) -> bool:
+    """Return whether a value is a public function of this package."""
+    if not (inspect.isfunction(value) and hasattr(value, "__wrapped__")):
+        return False
+    return value.__module__.split(".")[0] == __package__ and "<" not in value.__qualname__
 
 
 def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function of the user, or raise an error that names it if it has other parameters."""
+    check_callable(argument, fun, "Pass a function.")
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        rule = f"a function `{name}` with {len(args)} positional parameters and `**extra_args`"
+        rule = f"a function `{name}` with {len(args)} positional parameters"
         if name in _SIGNATURES:
             rule = f"a function `{_SIGNATURES[name]}`"
         got = f"{name}{inspect.signature(fun)}: {error}"
@@ -217,6 +266,7 @@ def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> 
 
 
 _SIGNATURES = {
+    "should_skip": "(grads, state, params, **extra_args) -> (skip, observed)",
     "predicate": "(grads, params, **extra_args) -> bool[]",
     "reaction": "(norm, threshold) -> factor",
 }
@@ -225,7 +275,9 @@ _SIGNATURES = {
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
-    if isinstance(value, type) or not is_pair:
+    # A rule of this package has functions of the same names.
+    is_rule = type(value).__module__.split(".")[0] == __package__ and not isinstance(value, tuple)
+    if isinstance(value, type) or not is_pair or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
         raise type_error(argument, rule, shortened(value), hint)
 
@@ -259,11 +311,7 @@ def check_axis(axis: object) -> tuple[int, ...] | None:
     """Return axes as a tuple, or None; raise unless they are integers."""
     if axis is None:
         return None
-    axes: Any = axis if isinstance(axis, Sequence) else (axis,)
-    for x in axes:
-        check_static("axis", x)
-        check_count("axis", x, "Pass for example 0 or (0, 1).", low=-64)
-    return tuple(map(int, axes))
+    return as_positions("axis", axis, "Pass for example 0 or (0, 1).")
 
 
 def check_same_structure(updates: Tree, params: Tree) -> None:
@@ -319,5 +367,12 @@ def broadcast_prefix(
 
 def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:
     """Return the label of each leaf of `tree`."""
-    labels = param_labels(tree) if callable(param_labels) else param_labels
-    return broadcast_prefix("param_labels", labels, like, tree)
+    labels: Any = param_labels
+    if callable(labels):
+        labels = call_user("param_labels", "param_labels", labels, tree)
+    found = broadcast_prefix("param_labels", labels, like, tree)
+    for label in found:
+        if not isinstance(label, Hashable) or is_traced(label):
+            hint = "Pass for example strings."
+            raise type_error("param_labels", "a tree of hashable labels", shortened(label), hint)
+    return found

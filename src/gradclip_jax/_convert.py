@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import check_choice, check_transformation, describe, is_traced, leaf_path
+from ._checks import (
+    check_arrays,
+    check_choice,
+    check_transformation,
+    describe,
+    is_traced,
+    leaf_path,
+)
 from ._converters import from_own, to_own
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
@@ -90,6 +97,7 @@ def convert_state(
     """
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
+    check_arrays("params", params)
     like = tx.init(params)
     new, old = (to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))

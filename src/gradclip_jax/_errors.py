@@ -60,7 +60,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     Functions that it returns, and the `init` and `update` functions of a transformation that it
     returns, are wrapped as well, so that profiles of a training step also contain the name.
     """
-    name = fun.__qualname__.removesuffix(".__init__")
+    name = fun.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
     signature = inspect.signature(fun)
 
     def wrap(result: Any) -> Any:

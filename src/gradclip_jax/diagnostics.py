@@ -61,9 +61,9 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         {"['b']": 2}
     """
     leaves = jax.tree.leaves_with_path(tree)
-    if any(_checks.is_traced(x) for _, x in leaves):
+    if any(_checks.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves):
         hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
-        raise _errors.type_error("tree", "passed outside `jit`", "a traced array", hint)
+        raise _errors.type_error("tree", "passed outside `jit`", "an abstract array", hint)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.
     counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})

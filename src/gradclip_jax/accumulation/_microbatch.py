@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import check_callable, check_choice, check_transformation
+from .._checks import call_user, check_callable, check_choice, check_transformation
 from .._errors import public
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
@@ -122,7 +122,9 @@ def microbatched_value_and_grad(
     check_choice("reduction", reduction, REDUCTIONS)
     for word in jax.tree.leaves(aux_reduction):
         check_choice("aux_reduction", word, AUX_REDUCTIONS)
-    if microbatch_transform is not None and not callable(microbatch_transform):
+    if callable(microbatch_transform):
+        check_callable("microbatch_transform", microbatch_transform, "Pass a function or a clip.")
+    elif microbatch_transform is not None:
         check_transformation("microbatch_transform", microbatch_transform)
     check_parts(num_microbatches, num_real_microbatches)
     call = in_one_form(fun, has_weight, has_aux)
@@ -234,7 +236,8 @@ class _MicroBatches(NamedTuple):
             params = split.differentiated_of(chosen)
             grads, _ = transform.update(grads, transform.init(params), params)
         else:
-            grads = transform(grads)
+            name = "microbatch_transform"
+            grads = call_user(name, name, transform, grads)
         return outputs, jax.tree.map(scaled, grads)  # the transformation receives unscaled ones
 
     def weights(self, has_weight: bool) -> Array:

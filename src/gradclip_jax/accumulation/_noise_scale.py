@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from .._checks import shortened
-from .._errors import public, value_error
+from .._errors import public, type_error, value_error
+from .._types import HostArray
 
 
 @public
@@ -53,8 +58,14 @@ def noise_scale(
     References:
         McCandlish et al. 2018, arXiv 1812.06162, appendix A.1.
     """
-    columns = small, big, small_batch, big_batch
-    s, b, n, m = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in columns))
+    columns = {"small": small, "big": big, "small_batch": small_batch, "big_batch": big_batch}
+    arrays = [_as_numbers(name, x) for name, x in columns.items()]
+    try:
+        s, b, n, m = np.broadcast_arrays(*arrays)
+    except ValueError:
+        rule, got = "arrays of equal length, one number for each step", shortened(columns)
+        names = ", ".join(f"`{name}`" for name in columns)
+        raise value_error(names.strip("`"), rule, got, "Pass one norm for each step.") from None
     if not np.all((n > 0) & (n < m)):
         hint = "Pass the number of examples or tokens in each batch."
         raise value_error("small_batch", "> 0 and < `big_batch`", shortened(small_batch), hint)
@@ -65,3 +76,16 @@ def noise_scale(
     trace = np.mean((s - b) / (1 / n - 1 / m))
     signal = np.mean((m * b - n * s) / (m - n))
     return max(float(trace / signal), 0.0) if signal > 0 else float("inf")
+
+
+def _as_numbers(argument: str, value: ArrayLike) -> HostArray:
+    """Return a number, or one number for each step, as float64."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        array = np.asarray(jax.device_get(value))
+        is_real = jnp.issubdtype(array.dtype, jnp.floating) or np.issubdtype(
+            array.dtype, np.integer
+        )
+        if array.size and array.ndim <= 1 and is_real and not np.any(array < 0):
+            return array.astype(np.float64)
+    rule = "a number >= 0, or one for each step"
+    raise type_error(argument, rule, shortened(value), "Pass numbers from the log of a run.")

@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_count, check_length, describe, is_traced, leaf_path, listed, shortened
+from .._checks import (
+    as_positions,
+    call_user,
+    check_count,
+    check_flag,
+    check_length,
+    describe,
+    dtype_of,
+    is_traced,
+    leaf_path,
+    listed,
+    shortened,
+)
 from .._errors import type_error, value_error
 from .._types import Array, Count, Number, Tree
 from ..norms._leaves import is_inexact
@@ -117,20 +129,28 @@ def bind_split(
 ) -> Split:
     """Return how the arguments of a call are split, or raise if this is impossible."""
     positions = ("batch_argnums", batch_argnums), ("rng_argnums", rng_argnums), ("argnums", argnums)
-    batches, keys, chosen = (x if isinstance(x, Sequence) else (x,) for _, x in positions)
-    for (name, _), places in zip(positions, (batches, keys, chosen), strict=True):
-        for i in places:
-            check_count(name, i, "Pass positions as for `jax.grad`.", low=-64)
+    hint = "Pass positions as for `jax.grad`."
+    batches, keys, chosen = (as_positions(name, places, hint) for name, places in positions)
+    if not chosen:
+        raise value_error("argnums", "at least one position", shortened(argnums), hint)
     given = (*batches, *keys, *chosen)
     needed = 1 + max(*given, -1 - min(given, default=0), -1)
     if len(args) < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
-        raise type_error("args", f"at least {needed} positional arguments", f"{len(args)}", hint)
+        rule = f"at least {needed} positional arguments"
+        got = f"{len(args)} for " + ", ".join(f"{name}={x}" for name, x in positions)
+        raise type_error("args", rule, got, hint)
     batches, keys, chosen = (tuple(i % len(args) for i in x) for x in (batches, keys, chosen))
     for i in chosen:
         _check_differentiable(f"args[{i}]", args[i])
     real = parts if real is None else real
     real = jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real)
+    for i in keys:
+        dtypes = [dtype_of(x) for x in jax.tree.leaves(args[i])]
+        if any(x != np.uint32 and not jnp.issubdtype(x, jax.dtypes.prng_key) for x in dtypes):
+            got = f"{shortened(args[i])} at args[{i}]"
+            hint = "Pass for example `jax.random.key(0)`."
+            raise type_error("rng_argnums", "positions of random keys", got, hint)
     split = Split(int(parts), batches, keys, chosen, not np.ndim(argnums), real)
     both = sorted(set(split.batches) & set(split.differentiated))
     if both:
@@ -163,10 +183,12 @@ def _check_differentiable(argument: str, tree: Tree) -> None:
 
 def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
     """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
+    check_flag("has_weight", has_weight)
+    check_flag("has_aux", has_aux)
     is_pair = has_weight or has_aux
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        output = fun(*args, **kwargs)
+        output = call_user("fun", "fun", fun, *args, **kwargs)
         is_valid = not is_pair or (isinstance(output, tuple) and len(output) == 2)
         value, rest = output if is_pair and is_valid else (output, None)
         if not is_valid or jax.tree.structure(value) != _SCALAR or np.ndim(value):

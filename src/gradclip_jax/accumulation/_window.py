@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from .._checks import (
+    check_arrays,
     check_no_transformation,
     check_transformation,
     describe,
@@ -91,6 +92,7 @@ def flush(
     for name in extra_args.keys() & {"weight", "flush"}:
         hint = "The window closes with the weights of its micro-batches."
         raise type_error(name, "omitted", describe(extra_args[name]), hint)
+    check_arrays("params", params)
     arrays = plain_arrays(state)
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.

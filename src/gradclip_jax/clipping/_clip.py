@@ -12,7 +12,7 @@ import optax
 
 from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
 from .._devices import broadcast_scalar
-from .._errors import public, type_error, value_error
+from .._errors import public, type_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import NormGroups, PerGroup
@@ -117,8 +117,8 @@ def _known_norm(norm: Number) -> Array:
     hint = "Pass the result of `global_norm`."
     if not is_scalar(norm, jnp.floating, jnp.integer):
         raise type_error("norm", "a real scalar", describe(norm), hint)
-    if not is_traced(norm) and norm < 0:
-        raise value_error("norm", "at least 0", repr(norm), hint)
+    if not is_traced(norm) and norm == norm:  # not NaN
+        norm = check_number("norm", norm, hint, "[0, inf]")
     return jnp.asarray(norm)
 
 

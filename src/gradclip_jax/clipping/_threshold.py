@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
+    call_user,
     check_callable,
     check_dtype_kept,
+    check_flag,
     check_number,
     describe,
     dtype_of,
+    is_factory,
     is_scalar,
     shapes_of,
     shortened,
@@ -72,7 +75,12 @@ class Rule:
     counts_nonfinite: bool = False
     name: str = ""
 
+    @public
     def __post_init__(self) -> None:
+        for name in ("uses_params", "allow_negative", "counts_nonfinite"):
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.name, str):
+            raise type_error("name", "a string", shortened(self.name), "Pass the name of the rule.")
         if self.init is not None:
             check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
         hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
@@ -90,7 +98,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        value = schedule(count)
+        value = call_user(argument, "schedule", schedule, count)
         if not is_scalar(value, jnp.floating, jnp.integer):
             rule, hint = "a schedule that returns a real scalar", "Return one number per step."
             raise type_error(argument, rule, describe(value), hint)
@@ -136,11 +144,8 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
-    if (getattr(threshold, "__module__", None) or "").startswith(str(__package__)):
-        name = getattr(threshold, "__name__", "rule")  # a function that returns rules
-        rule, hint = f"a rule, such as `{name}(...)`", "Call the function."
-        raise type_error(argument, rule, f"the function `{name}`", hint)
     if callable(threshold) and not isinstance(threshold, type):
+        check_callable(argument, threshold, "Pass a schedule.")
         return scheduled(argument, threshold)
     hint = (
         "Or pass a schedule or a rule. Use `clip_by_group_norm` for several thresholds, and"
@@ -184,9 +189,10 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
     hint = "Use the rule without `capped` for no bound."
     bound = check_number("max_threshold", max_threshold, hint)
     if not isinstance(rule, Rule):
-        name = getattr(rule, "__name__", "quantile")
-        hint = f"Pass for example `gcx.thresholds.{name}(...)`."
-        raise type_error("rule", f"a rule, such as `{name}(...)`", shortened(rule), hint)
+        hint = "Pass for example `gcx.thresholds.quantile()`."
+        if is_factory(rule):
+            check_callable("rule", rule, hint)
+        raise type_error("rule", "a rule", shortened(rule), hint)
 
     def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
         threshold, state = rule.update(norm, state, param_norm)

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_count, check_number, describe, is_float0
+from .._checks import check_array, check_count, check_number, is_float0
 from .._errors import public, type_error
 from .._states import find_states, has_clip, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
@@ -86,10 +86,8 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
     _check_no_clip_before(state)
+    check_array("loss", loss)
     value = jnp.asarray(loss)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        hint = "Pass the loss that is differentiated."
-        raise type_error("loss", "a real floating-point array", describe(value), hint)
     value = value.astype(wide_dtype(value.dtype))
     scale = jnp.asarray(plain_arrays(scales[0][1].loss_scale), value.dtype)
     constant = lax.stop_gradient(value)

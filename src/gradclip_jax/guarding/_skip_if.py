@@ -65,6 +65,7 @@ class SkipRule:
     should_skip: Callable[..., tuple[Scalar, Tree]]
     advance: Callable[[Tree, Tree, Scalar], Tree]
 
+    @public
     def __post_init__(self) -> None:
         for name in ("init", "should_skip", "advance"):
             check_callable(name, getattr(self, name), "Pass a function; see `gcx.SkipRule`.")

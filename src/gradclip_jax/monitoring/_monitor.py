@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_count, listed, shortened
+from .._checks import check_callable, check_count, check_flag, listed, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
@@ -108,6 +108,8 @@ class Monitor:
         rewind_on_rise: bool = False,
         policy: Callable[[Report], Report] | None = None,
     ):
+        check_flag("resume", resume)
+        check_flag("rewind_on_rise", rewind_on_rise)
         if which is not None:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
         if policy is not None:
@@ -315,6 +317,9 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         >>> print(monitor.incidents[0].step, monitor.incidents[0].kinds)
         99 ('loss',)
     """
+    if not isinstance(prefix, (str, type(None))):
+        hint = "Pass the start of the keys, such as `g/`."
+        raise type_error("prefix", "a string or None", shortened(prefix), hint)
     lines = read_lines(log, prefix=prefix)
     rows, names, remark = to_rows(lines)
     if not len(rows.step):
@@ -335,9 +340,12 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    if isinstance(saved, str) or not isinstance(saved, Iterable):
+    try:
+        steps = list(saved)
+    except TypeError:
+        steps = None
+    if steps is None or isinstance(saved, (str, bytes)):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
-    steps = list(saved)
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]
@@ -345,6 +353,8 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
 
 def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
     """Return the lines of the log that a monitor continues."""
+    if callable(log):
+        check_callable("log", log, "Pass a function of a line.")
     if log is None or callable(log):
         return []
     if not isinstance(log, (str, os.PathLike)):

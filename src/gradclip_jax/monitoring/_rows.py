@@ -158,7 +158,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
-        hint = "Pass the parameters, and `granularity`, `trainable` and `taps` as to `watch`."
+        hint = "Pass `params`, `granularity`, `trainable` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
     # A state has a checksum for all rows, and an output of `lax.scan` one for each row.
     num_runs = np.size(checksum) if values.ndim == np.ndim(checksum) + 2 else 1

@@ -119,8 +119,10 @@ def _as_array(norms: Any) -> HostArray:
     if any(map(is_traced, jax.tree.leaves(norms))):
         raise type_error("norms", "passed outside `jit`", "a traced array", hint)
     if not isinstance(norms, str):
-        with contextlib.suppress(TypeError, ValueError):
-            return np.asarray(jax.device_get(norms), float)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            array = np.asarray(jax.device_get(norms))
+            if array.dtype.kind not in "bmM":
+                return array.astype(float)
     raise type_error("norms", "rows or an array of norms", type(norms).__name__, hint)
 
 

@@ -12,7 +12,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import check_length, describe, distinct, leaf_name, leaf_path
+from .._checks import (
+    check_array,
+    check_length,
+    describe,
+    distinct,
+    leaf_name,
+    leaf_path,
+    shortened,
+)
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
 from .._types import Array, Count, HostArray, Path, Tree
@@ -58,9 +66,10 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
         >>> probes["layers"]["mlp"].shape
         (2, 2, 4)
     """
-    if isinstance(names, str):
-        hint = f"Pass `[{names!r}]` for one tap."
-        raise type_error("names", "a sequence of names or a mapping", repr(names), hint)
+    is_sequence = isinstance(names, Mapping) or type(names) in (list, tuple)
+    if not (is_sequence and all(isinstance(x, str) for x in names)):
+        hint = 'Pass for example `["mlp"]` for one tap.'
+        raise type_error("names", "a list of names or a mapping", shortened(names), hint)
     if num_layers is not None:
         num_layers = check_length("num_layers", num_layers, "Pass None without `lax.scan`.")
     probe = jnp.zeros(SHAPE if num_layers is None else (num_layers, *SHAPE), jnp.float32)
@@ -113,9 +122,11 @@ def tap(x: Array, probe: Array | None) -> Array:
         >>> [round(float(v), 4) for v in gcx.taps.metrics(stats).values()][:3]
         [2.3333, 2.8868, 0.0]
     """
-    checked_leaves("x", x, real=True)
+    check_array("x", x)
+    checked_leaves("x", x, real=True)  # also checks the placement
     if probe is None:
         return x
+    check_array("probe", probe)
     # In the backward pass, the transpose of `vary` sums the statistics over all devices.
     return _tap(x, vary(jnp.asarray(probe), varying_axes(x)))
 

@@ -211,7 +211,7 @@ def watch(
     """
     check_guard_arguments(inner, axis_name, trainable)
     check_axis_name(replica_axis, "replica_axis")
-    if not isinstance(of, Sequence):
+    if not isinstance(of, Sequence) or isinstance(of, str):
         hint = 'Pass for example `of=("gradient",)`.'
         raise type_error("of", "a sequence of names", type(of).__name__, hint)
     for kind in of:

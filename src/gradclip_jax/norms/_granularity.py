@@ -14,6 +14,7 @@ from .._checks import (
     check_axis,
     check_callable,
     check_choice,
+    check_flag,
     check_length,
     describe,
     distinct,
@@ -32,7 +33,7 @@ def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable])
     """Select the norm groups whose labels have a threshold; other leaves are not clipped."""
     unknown = [label for label in labels if label not in groups.labels]
     if unknown and groups.labels:
-        hint = f"Labels of the tree: {', '.join(sorted(map(repr, groups.labels)))}."
+        hint = f"The labels of `param_labels` are {', '.join(sorted(map(repr, groups.labels)))}."
         rule = "a mapping from labels of the tree to thresholds"
         raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
     index_of = {label: i for i, label in enumerate(labels)}
@@ -54,7 +55,9 @@ class Granularity:
     partition: Callable[[Sequence[Array], Tree], NormGroups]
     is_group: bool = False
 
+    @public
     def __post_init__(self) -> None:
+        check_flag("is_group", self.is_group)
         hint = "Use a function of `gcx.granularities`."
         check_callable("partition", self.partition, hint)
 
@@ -152,6 +155,7 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
     hint = "Pass the number of leading axes that index layers, 0 for an ordinary leaf."
     for depth in jax.tree.leaves(num_layer_axes):
         check_length(name, depth, hint, low=0)
+    check_flag("rms", rms)
 
     def partition(leaves: Sequence[Array], tree: Tree) -> NormGroups:
         depths = broadcast_prefix(name, num_layer_axes, "updates", tree, lambda x: x is None)

@@ -61,6 +61,9 @@ def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
         dtype = dtype_of(x)
         if dtype == jax.dtypes.float0:  # the gradient of an integer
             continue
+        if isinstance(x, jax.ShapeDtypeStruct):
+            hint = "Pass arrays, or call the function inside `jax.eval_shape`."
+            raise type_error(argument, "a tree of arrays", "a `ShapeDtypeStruct`", hint)
         if not (jnp.issubdtype(dtype, kind) and is_placed(x)):
             _raise_invalid(argument, tree, kind)
         leaves.arrays.append(jnp.asarray(x))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import broadcast_prefix, describe, is_float0, leaf_path
+from .._checks import broadcast_prefix, call_user, describe, is_float0, leaf_path
 from .._errors import type_error
 from .._types import Array, Tree
 
@@ -28,7 +28,7 @@ def check_mask(mask: Mask) -> None:
 def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
     """Return a tree like a gradient with whether the mask includes each leaf."""
     if callable(mask):
-        mask = mask(grads if params is None else params)
+        mask = call_user("trainable", "trainable", mask, grads if params is None else params)
         check_mask(mask)
     is_included = broadcast_prefix("trainable", True if mask is None else mask, "updates", grads)
     return jax.tree.unflatten(jax.tree.structure(grads), is_included)

@@ -144,7 +144,10 @@ def value_and_grad(
     loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
     thresholds: Any = {None: max_norm} if param_labels is None else max_norm
     if not isinstance(thresholds, Mapping):
-        rule, hint = "a mapping from label to threshold", "Pass one threshold for each label."
+        rule, hint = (
+            "a mapping from label to threshold",
+            "Pass one for each label of `param_labels`.",
+        )
         raise type_error("max_norm", rule, repr(max_norm), hint)
     hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
     for threshold in thresholds.values():

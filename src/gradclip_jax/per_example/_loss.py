@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, describe, labels_of
+from .._checks import check_callable, check_flag, describe, labels_of
 from .._errors import type_error
 from .._run_if import run_step, trace
 from .._types import Array, Labels, Number, Tree
@@ -61,6 +61,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         check_callable("fun", self.fun, "Pass a function that returns the loss of one example.")
+        for name in ("has_aux", "has_weight"):
+            check_flag(name, getattr(self, name))
 
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""

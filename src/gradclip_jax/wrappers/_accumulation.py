@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._checks import check_number, check_same_structure, describe, is_float0, is_scalar
+from .._checks import call_user, check_number, check_same_structure, describe, is_float0, is_scalar
 from .._errors import type_error
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
@@ -113,7 +113,9 @@ class Accumulation(NamedTuple):
 
     def length(self, gradient_step: Scalar) -> Scalar:
         """Return the number of micro-batches in the window of a gradient step, in [1, 2^31)."""
-        length = self.every(gradient_step) if callable(self.every) else self.every
+        length = self.every
+        if callable(length):
+            length = call_user("every", "every", length, gradient_step)
         check_number("every", length, "Return the length of the next window.", "[1, inf]")
         if isinstance(length, (int, np.integer)):
             return jnp.int32(min(int(length), MAX_INT32))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_transformation, is_scalar
+from .._checks import check_same_structure, check_transformation, is_scalar
 from .._errors import public
 from .._states import metric_names, plain_arrays
 from .._types import Tree
@@ -128,6 +128,8 @@ def apply_gradients(
         leaves = jax.tree.leaves(apply_gradients(tx, *arrays, **extra_args))
         return jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
     _warn_of_unread_weight(extra_args, state)
+    if params is None:
+        check_same_structure(grads, params)  # raises unless the gradient is None as well
     if isinstance(tx.update, InPlaceUpdate):
         params, state, _ = tx.update.apply(grads, state, params, extra_args, None)
         return params, state
