@@ -9,39 +9,29 @@ import gradclip_jax as gcx
 
 
 class GradientAccumulator(nnx.Module):
+    grads = property(lambda self: self.state.accumulation.gradient.total)
+    denom = property(lambda self: self.state.accumulation.gradient.weight)
+
     def __init__(self, model, wrt, *, allocate_grads=True, **options):
         params = nnx.state(model, wrt) if allocate_grads else nnx.State({})
-        self._param_dtypes = nnx.data(params.map(lambda path, p: p.dtype))
+        self.wrt = wrt
+        self.dtypes = nnx.data(jax.tree.map(lambda p: p.dtype, nnx.as_pure(params)))
         self.tx = gcx.accumulate_gradients(optax.identity(), 2**31 - 1, **options)
-        total, weight = self.tx.init(params).accumulation.gradient
-        self.grads, self.denom = nnx.data(total), nnx.Variable(weight)
+        self.state = nnx.data(jax.tree.map(nnx.Variable, nnx.as_pure(self.tx.init(params))))
 
-    def window(self):
-        state = self.tx.init(self.grads)
-        gradient = state.accumulation.gradient._replace(total=self.grads, weight=self.denom[...])
-        inside = state.accumulation._replace(mini_step=jnp.int32(1), gradient=gradient)
-        return state._replace(accumulation=inside)
-
-    def add(self, grads, denom=None):
-        denom = jnp.float32(1) if denom is None else denom.astype(jnp.float32)
-        means = jax.tree.map(lambda g: g / denom, grads)
-        self.store(self.tx.update(means, self.window(), weight=denom)[1])
+    def add(self, grads, denom=1.0):
+        means = jax.tree.map(lambda g: g / denom, nnx.as_pure(grads))
+        self.store(self.tx.update(means, nnx.as_pure(self.state), weight=denom)[1])
 
     def get(self):
-        means, _ = gcx.flush(self.tx, self.window(), self.grads)
-        result = jax.tree.map(jnp.copy, self.grads)
-        nnx.update(
-            result, jax.tree.map(lambda x, dtype: x.astype(dtype), means, self._param_dtypes)
-        )
-        return result
+        means, _ = gcx.flush(self.tx, nnx.as_pure(self.state), nnx.as_pure(self.grads))
+        return jax.tree.map(lambda x, like: self.wrt(x.astype(like)), means, self.dtypes)
 
     def reset(self):
-        self.store(self.tx.init(self.grads))
+        self.store(self.tx.init(nnx.as_pure(self.grads)))
 
     def store(self, state):
-        total, weight = state.accumulation.gradient
-        nnx.update(self.grads, total)
-        self.denom.set_value(weight)
+        nnx.update(self.state, nnx.state(jax.tree.map(nnx.Variable, state)))
 
 
 REPLACES = {"tunix.sft.peft_trainer:GradientAccumulator": GradientAccumulator}
