@@ -210,23 +210,27 @@ def _metrics(
     The threshold and the factor of all groups are the smallest ones.
     """
     bound, factor = jnp.minimum(thresholds.min(UNBOUNDED), UNBOUNDED), factors.min(1.0)
-    is_clipped = factors.map(lambda factor: (factor != 1).astype(factor.dtype))
+    num_clipped, size = factors.count(_is_clipped), sum(x.size for x in factors.arrays)
     shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
     everywhere = frozenset[str]().union(*shards)
-    if everywhere:
+    if everywhere:  # norms that are sharded over a mesh
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)  # infinity replaces NaN
-        shares = [jnp.full((), 1 / replica_count(axes, everywhere)) for axes in shards]
-        is_clipped = is_clipped.map(jnp.multiply, PerGroup(shares, factors.groups))
-    size = 0  # number of norms on all devices
-    for x, axes in zip(factors.arrays, shards, strict=True):
-        size += x.size * replica_count(frozenset(), axes)
-    fraction = sum_over(is_clipped.sum(), everywhere) / max(size, 1)
+        rows = list(zip(factors.arrays, shards, strict=True))
+        counts = [jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere) for x, axes in rows]
+        num_clipped = sum_over(jnp.sum(jnp.stack(counts)), everywhere)
+        size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+    fraction = num_clipped / max(size, 1)
     metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
         metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
     return optax.tree.cast(metrics, jnp.float32)
+
+
+def _is_clipped(factor: Array) -> Array:
+    """Return where a factor changes the gradient; NaN does."""
+    return factor != 1
 
 
 def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:

@@ -15,7 +15,7 @@
 | `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
 | `risen` | the loss has risen for good, or the run does not learn |
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
-| `clip` | a factor of a clip is below STARVING in a streak |
+| `clip` | a factor of a clip is 0 or below STARVING in a streak |
 | `replica`, `window` | flags that `watch` has set in the row |
 | `note` | beside `infinity`: it is the first overflow of a loss scale |
 """
@@ -298,7 +298,7 @@ class Detector:
         ratios = [RATIO["tree"], *[RATIO["part"]] * num_units]
         self.drifts = LastingRises(np.log(ratios))
         self.zeros = Streaks([1, *[STREAKS["zero"]] * (num_units + 1)])  # tree, units, loss
-        self.small_factors = Streaks([STREAKS["starving clip"]])
+        self.small_factors = Streaks([STREAKS["zero"], STREAKS["starving clip"]])
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
         self.count = 0  # of rows
         # The last incident, its row, and the first step of its streak.
@@ -354,10 +354,11 @@ class Detector:
         return np.where(has_risen, lowest - best, 0)
 
     def _is_starving(self, row: Rows) -> bool:
-        """Return whether a clip factor has been almost 0 for long."""
+        """Return whether a clip factor has been 0 for some steps, or almost 0 for long."""
         if not row.outcome & Outcome.APPLIED or not math.isfinite(row.norms[0, 0]):
             return False  # the clip did not run, or its factor means nothing
-        is_small = np.array([row.factors.min(initial=1.0) < STARVING])
+        factor = row.factors.min(initial=1.0)
+        is_small = np.array([factor == 0, 0 < factor < STARVING])
         return bool(self.small_factors.compare(is_small, ~is_small).any())
 
     def _incidents(self, x: Findings, level: float) -> Iterator[Incident]:

@@ -244,7 +244,7 @@ class Monitor:
             append_lines(self._log, lines)
 
     @contextlib.contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
+    def _unchanged_on_error(self) -> Generator[None]:
         """Restore the monitor after an exception, such as that of a full disk."""
         before = vars(self) | copy.deepcopy({x: vars(self)[x] for x in ("_detector", "_policy")})
         try:

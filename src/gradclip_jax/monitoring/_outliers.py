@@ -66,8 +66,9 @@ RISE = 1.35
 """Smallest ratio of a lasting rise of the loss. With less, the noise of a loss is a rise."""
 
 STREAKS = {"zero": 16, "starving clip": 200}
-"""Rows of a streak: zeros of a unit or of the loss, and clip factors below STARVING. With fewer, a
-batch without tokens for an expert, or the first steps of a run, are reported."""
+"""Rows of a streak: zeros of a unit, of the loss or of a clip factor, and clip factors below
+STARVING. With fewer, a batch without tokens for an expert, or the first steps of a run, are
+reported."""
 
 STARVING = 1e-3
 """A clip whose factor is smaller leaves the optimizer almost no gradient. With more, the large
@@ -136,7 +137,7 @@ class Outliers:
 
     def compare(self, values: HostArray) -> Comparison:
         """Compare the next rows, float[rows, columns] with NaN for unknown values."""
-        found = Comparison(*np.zeros((3, *values.shape)))
+        found = Comparison(*(np.zeros(values.shape) for _ in range(3)))
         start = 0
         while start < len(values):
             period = 1 if self.count < WINDOW else PERIOD

@@ -109,11 +109,13 @@ class PerGroup:
         least = functools.partial(jnp.min, initial=initial)
         return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
 
-    def sum(self) -> Scalar:
-        """Return the sum of all numbers."""
-        if self.is_scalar:
-            return self.arrays[0]
-        return reduce_arrays(jnp.sum, jnp.add, self.arrays or [jnp.zeros(0)])
+    def count(self, condition: Callable[[Array], Array]) -> Scalar:
+        """Return how many numbers satisfy a condition, in their dtype."""
+
+        def count(numbers: Array) -> Array:
+            return jnp.sum(condition(numbers), dtype=numbers.dtype)
+
+        return reduce_arrays(count, jnp.add, self.arrays or [jnp.zeros(0)])
 
     @property
     def is_scalar(self) -> bool:
