@@ -282,6 +282,7 @@ class WatchUpdate(InPlaceUpdate):
         check_state(state, WatchState)
         if params is not None or self.with_step:
             check_params(grads, params)
+        self._leaves(grads, grads, params)  # raises before the inner transformation does
 
     def _leaves(self, tree: Tree, like: Tree, params: Tree | None) -> list[Array]:
         """Return the leaves of a tree that are measured, which are the inexact leaves of `like`."""
