@@ -120,7 +120,7 @@ class _Static(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _flush(
     tx: optax.GradientTransformation,
-    static: tuple[tuple[_Static | None, ...], jax.tree_util.PyTreeDef],
+    static: tuple[tuple[_Static | None, ...], Any],
     state: Tree,
     params: Tree,
     traced: list[Any],

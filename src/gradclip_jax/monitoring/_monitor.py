@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
