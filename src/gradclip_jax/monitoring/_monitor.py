@@ -423,7 +423,7 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    if isinstance(saved, str) or not isinstance(saved, Iterable):
+    if isinstance(saved, (str, bytes)) or not isinstance(saved, Iterable):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
     steps = list(saved)
     for step in steps:

@@ -314,11 +314,13 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
     has_weight, has_sum = window.gradient.weight > 0, accumulation.has_sum(window)
 
-    def step(carry: Tree) -> tuple[Tree, Tree]:
+    def step(
+        carry: Tree, window: AccumulationState, grads: Tree, params: Tree
+    ) -> tuple[Tree, Tree]:
         total, carry = carry
         own = window._replace(gradient=window.gradient._replace(total=total))
         gradient, others = accumulation.close(own, grads, batch)
-        output, report, carry = _step(call, gradient, carry, others)
+        output, report, carry = _step(call._replace(params=params), gradient, carry, others)
         if has_sum:
             # The gradient shares the buffers of the sum, which the next window overwrites.
             total = jax.tree.map(lambda x, y: y if is_float0(x) else x, gradient, total)
@@ -328,7 +330,9 @@ def _accumulate(call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs) ->
     # Without a weight or a guard, each micro-batch is known to close a window of one.
     is_known = not (has_sum or update.outer or batch.has_weight)
     # If the window stays open, the updates are zeros, and no guard rejects.
-    (output, report), (total, carry) = run_step(is_known or closes & has_weight, step, start)
+    operands = window, grads, call.params
+    is_run = is_known or closes & has_weight
+    (output, report), (total, carry) = run_step(is_run, step, start, *operands)
     window = window._replace(gradient=window.gradient._replace(total=total))
 
     has_run, is_empty = closes & has_weight & none_of(report.rejections), closes & ~has_weight

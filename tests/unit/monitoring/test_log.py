@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from files import python
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
 from gradclip_jax.monitoring._log import read_lines, to_json
@@ -304,3 +305,31 @@ def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
     log = [*({"step": i, "loss": 1.0} for i in range(9)), incident]
     rows, _ = read([{f"g/{key}": x for key, x in line.items()} for line in log])
     assert rows.step.tolist() == list(range(9)) and rows.loss[4] == 1
+
+
+READ = """
+import resource, sys
+from gradclip_jax.monitoring import _log, _rows
+def usage():
+    x = resource.getrusage(resource.RUSAGE_SELF)
+    return x.ru_utime + x.ru_stime, x.ru_maxrss / 1024
+before = usage()
+rows, _, _ = _rows.to_rows(_log.read_lines(sys.argv[1]))
+print(len(rows.step), *(y - x for x, y in zip(before, usage())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
+def test_a_million_rows_are_read_in_ten_seconds_and_less_than_a_gigabyte(name, tmp_path):
+    lines = (
+        {"step": i, "loss": 2 + i / 7, "grad_norm": 1 + i / 3, "lr": 3e-4} for i in range(10**6)
+    )
+    with open(tmp_path / name, "w") as file:
+        if name.endswith("csv"):
+            file.write("step,loss,grad_norm,lr\n")
+            file.writelines(",".join(map(str, x.values())) + "\n" for x in lines)
+        else:
+            file.writelines(json.dumps(x) + "\n" for x in lines)
+    count, seconds, mebibytes = map(float, python("-c", READ, tmp_path / name).split())
+    assert count == 10**6 and seconds < 10 and mebibytes < 900
