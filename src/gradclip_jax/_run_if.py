@@ -58,12 +58,15 @@ def trace(function: Callable[..., Tree], *args: Tree) -> tuple[Partial, Tree]:
 
 def run_step(
     predicate: Flag,
-    step: Callable[[Tree], tuple[Tree, Tree]],
+    step: Callable[..., tuple[Tree, Tree]],
     carry: Tree,
-    *,
+    *operands: Tree,
     likely: bool = False,
 ) -> tuple[Tree, Tree]:
     """Return `step(carry)` if the predicate is true, otherwise zeros and the carry without a copy.
+
+    `operands` are further arguments of the step. Outside jit, `jnp.zeros_like` of an array that the
+    step closes over loses an explicit sharding while the step is traced.
 
     The step returns a pair `(output, carry)`. If the predicate is known at trace time, no branch is
     compiled. The carry keeps its dtypes and sharding. Forward- and reverse-mode differentiation use
@@ -73,8 +76,9 @@ def run_step(
     """
     typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
-        return typed_step(carry)
-    traced, (output, after) = trace(typed_step, carry)
+        return typed_step(carry, *operands)
+    traced, (output, after) = trace(typed_step, carry, *operands)
+    traced = Partial(_call_with, traced, operands)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
@@ -105,9 +109,15 @@ def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -
     return _run(_select, known, traced, jnp.asarray(predicate), start)
 
 
-def _typed_step(step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree) -> tuple[Tree, Tree]:
+def _call_with(step: Partial, operands: tuple[Tree, ...], carry: Tree) -> tuple[Tree, Tree]:
+    return step(carry, *operands)
+
+
+def _typed_step(
+    step: Callable[..., tuple[Tree, Tree]], carry: Tree, *operands: Tree
+) -> tuple[Tree, Tree]:
     """Run a step that returns `(output, carry)`, and cast its carry to the input types."""
-    output, new = step(carry)
+    output, new = step(carry, *operands)
     return output, jax.tree.map(reshard_like, like_dtypes(new, carry), carry)
 
 

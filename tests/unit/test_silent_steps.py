@@ -327,3 +327,57 @@ def test_large_float64_gradients_are_applied():
         params = {"w": jnp.zeros(1, jnp.float64)}
         _, state = run(nonfinite(sgd), [({"w": jnp.array([1e20], jnp.float64)}, {})], params)
         assert gcx.has_updated(state)
+
+
+@needs_eight_devices
+def test_an_accumulation_of_explicitly_sharded_gradients_runs_outside_jit():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tx = accumulate(optax.adafactor(0.1), 2)
+    with jax.sharding.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones((256, 128)), P("x", None))}
+        run(tx, [(params, {})] * 2, params)
+
+
+def test_flush_accepts_arguments_without_a_hash():
+    inner, received = recorder()
+    tx = accumulate(inner, 2)
+    _, state = run(tx, [(ONES, {})])
+    gcx.flush(tx, state, PARAMS, names=["a", "b"], group={"a"})
+    assert received[-1] == {"names": ["a", "b"], "group": {"a"}}
+
+
+def test_flush_returns_updates_with_the_types_of_the_parameters():
+    nnx = pytest.importorskip("flax.nnx")
+    params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    tx = accumulate(sgd, 2)
+    updates, _ = gcx.flush(tx, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_each_micro_batch_receives_its_keys_of_a_tree():
+    def loss(w, x, keys):
+        return w * jnp.mean(x) * jax.random.normal(keys["a"])
+
+    def grad(keys):
+        fun = loss if isinstance(keys, dict) else lambda w, x, key: loss(w, x, {"a": key})
+        return microbatched(fun, 2, rng_argnums=2)(1.0, jnp.ones(4), keys)[1]
+
+    key = jax.random.key(0)
+    assert grad({"a": key}) == grad(key)
+
+
+NESTED = {**AROUND, "accumulate": lambda tx: accumulate(tx, 2)}
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(outer, inner):
+    tx = NESTED[outer](NESTED[inner](OPTIMIZER))
+    try:
+        tx.init(PARAMS)
+    except TypeError as error:  # orders that cannot work
+        assert "accumulat" in str(error) or "loss_scale" in str(error)
+        return
+    calls = [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in (1, np.nan, 3, 4, 5)]
+    found, expected = (run(tx, calls, fast=fast) for fast in (True, False))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)

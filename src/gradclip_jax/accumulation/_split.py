@@ -74,7 +74,9 @@ class Split(NamedTuple):
         for i in self.batches:
             chosen[i] = jax.tree.map(lambda x: every_nth(x, index, self.parts), chosen[i])
         for i in self.keys:
-            chosen[i] = jax.random.split(chosen[i], self.parts)[index]
+            chosen[i] = jax.tree.map(
+                lambda key: jax.random.split(key, self.parts)[index], chosen[i]
+            )
         return chosen
 
     def rows_per_example(self, shape: Sequence[int]) -> int:

@@ -163,16 +163,18 @@ def _accumulate(
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
     has_weight = window.gradient.weight > 0
 
-    def step(carry: Tree) -> tuple[_Step, Tree]:
+    # Arrays are passed, because those that `step` closes over would lose their sharding.
+    def step(carry: Tree, window: Tree, grads: Tree, params: Tree) -> tuple[_Step, Tree]:
         total, carry = carry
         mean, others, total = accumulation.close(window.with_total(total), grads, batch)
-        result, carry = _step(call, mean, carry, others)
+        result, carry = _step(call._replace(params=params), mean, carry, others)
         return result, (total, carry)
 
     takes_step = closes & has_weight
     if not (accumulation.has_sum(window) or wrappers.outer or batch.has_weight):
         takes_step = True  # known at trace time: each micro-batch is a window
-    result, (total, carry) = run_step(takes_step, step, (window.gradient.total, carry))
+    given = (window.gradient.total, carry), window, grads, call.params
+    result, (total, carry) = run_step(takes_step, step, *given)
 
     has_run = closes & has_weight & _is_accepted(result.skips)
     is_accumulated = is_accepted & batch.is_given & ~closes

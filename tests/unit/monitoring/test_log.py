@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from files import python
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
 from gradclip_jax.monitoring._lines import to_incidents, to_lines, to_rows
@@ -316,3 +317,31 @@ def test_an_incident_in_a_log_is_the_same():
     found = Incident(7, ("loss",), "step 7: applied, loss 9", loss_threshold=np.inf)
     line = json.loads(json.dumps(to_json(found._asdict())))
     assert to_incidents([{"step": 7, "sentence": "of another trainer"}, line]) == [found]
+
+
+READ = """
+import resource, sys
+from gradclip_jax.monitoring import _lines, _log
+def usage():
+    x = resource.getrusage(resource.RUSAGE_SELF)
+    return x.ru_utime + x.ru_stime, x.ru_maxrss / 1024
+before = usage()
+rows, _, _ = _lines.to_rows(_log.read_lines(sys.argv[1]))
+print(len(rows.step), *(y - x for x, y in zip(before, usage())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
+def test_a_million_rows_are_read_in_ten_seconds_and_less_than_a_gigabyte(name, tmp_path):
+    lines = (
+        {"step": i, "loss": 2 + i / 7, "grad_norm": 1 + i / 3, "lr": 3e-4} for i in range(10**6)
+    )
+    with open(tmp_path / name, "w") as file:
+        if name.endswith("csv"):
+            file.write("step,loss,grad_norm,lr\n")
+            file.writelines(",".join(map(str, x.values())) + "\n" for x in lines)
+        else:
+            file.writelines(json.dumps(x) + "\n" for x in lines)
+    count, seconds, mebibytes = map(float, python("-c", READ, tmp_path / name).split())
+    assert count == 10**6 and seconds < 10 and mebibytes < 900

@@ -316,3 +316,16 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     figure.savefig(tmp_path / "run.png")
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
     assert titles(figure) == ["loss", "gradient norm"]
+
+
+def test_a_state_that_goes_back_after_an_empty_read_is_an_incident():
+    params = {"w": jnp.ones(2)}
+    tx = gcx.watch(optax.sgd(0.1))
+    states = [tx.init(params)]
+    for _ in range(9):
+        states.append(tx.update(params, states[-1], params)[1])
+    monitor = gcx.Monitor(params)
+    monitor.read(states[9])
+    assert not monitor.read(states[9]).incidents
+    (incident,) = monitor.read(states[5]).incidents
+    assert incident.kinds == ("state",)

@@ -1,7 +1,6 @@
 """Tunix: `accumulate_gradients` in the place of the sums and the division of its accumulator."""
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
