@@ -372,8 +372,8 @@ NESTED = {**AROUND, "accumulate": lambda tx: accumulate(tx, 2)}
 @pytest.mark.parametrize("inner", NESTED)
 @pytest.mark.parametrize("outer", NESTED)
 def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(outer, inner):
-    tx = NESTED[outer](NESTED[inner](OPTIMIZER))
     try:
+        tx = NESTED[outer](NESTED[inner](OPTIMIZER))
         tx.init(PARAMS)
     except TypeError as error:  # orders that cannot work
         assert "accumulat" in str(error) or "loss_scale" in str(error)

@@ -113,7 +113,7 @@ def _csv_lines(text: str, path: pathlib.Path) -> Iterator[Line]:
     header, names = list[str](), set[str]()
     for row in csv.reader(file, delimiter=delimiter, skipinitialspace=True):
         # A trainer that resumes may write the header again, even with other columns.
-        if not names or 2 * len(names.intersection(row)) > len(row):
+        if not names or (not names.isdisjoint(row) and 2 * len(names.intersection(row)) > len(row)):
             header = [cell.strip() for cell in row]
             names = {name for name in header if name}
             if header == ["Wall time", "Step", "Value"]:  # of TensorBoard: one file for each number
