@@ -289,7 +289,8 @@ def _number(value: Any) -> float | None:
         return None
     try:
         # A transfer guard allows `device_get`.
-        return float(jax.device_get(value) if hasattr(value, "dtype") else value)
+        is_plain = isinstance(value, (str, int, float)) or not hasattr(value, "dtype")
+        return float(value if is_plain else jax.device_get(value))
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
