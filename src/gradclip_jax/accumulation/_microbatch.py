@@ -83,7 +83,7 @@ def microbatched_value_and_grad(
         argnums: Positions of the differentiated arguments, which must not be split.
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
-        rng_argnums: Positions of random keys, or of pytrees of keys; each micro-batch receives others.
+        rng_argnums: Positions of random keys, or pytrees of them; each micro-batch receives others.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
             gradient are then weighted means. The weights of all micro-batches are computed first,
             and each loss is multiplied by the ratio of its weight and the mean weight before it is

@@ -11,6 +11,7 @@ the same keys.
 | the fields of `DECISION` | an action of the recovery policy |
 """
 
+import bisect
 import functools
 import math
 import re
@@ -32,6 +33,10 @@ _ROW = {"loss", "gradient_norm", "outcome", "rewind_to"}
 """A line with one of these keys is a row, or marks a rewind."""
 
 _MAX_STEP = 2.0**53
+
+_LATE = 8
+"""Maximum number of rows by which a line may be late in a log that is not in order."""
+
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -53,24 +58,26 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
         The rows, their names, and a sentence about the lines that are not in the rows, or "".
     """
     table, remark = _join_steps(lines)
-    cells = defaultdict[str, dict[int, Any]](dict)  # by key and row
+    # The rows in which a key occurs, and its values there.
+    places, values = defaultdict[str, list[int]](list), defaultdict[str, list[Any]](list)
     for i, line in enumerate(table.values()):
         for key, value in line.items():
-            cells[key][i] = value
-    clips = tuple(key for key in cells if key.startswith("clip_factor"))
-    names = names._replace(clips=clips) if names else Names(_units(cells), clips)
+            places[key].append(i)
+            values[key].append(value)
+    clips = tuple(key for key in places if key.startswith("clip_factor"))
+    names = names._replace(clips=clips) if names else Names(_units(places), clips)
     rows = Rows.zeros(len(table), names)
     rows.step[:], rows.factors[:] = list(table), 1  # a clip that is not in a line has not clipped
     rows.outcome[:] = int(Outcome.APPLIED)
     bits_of = functools.cache(_outcome_bits)
-    for i, text in cells["outcome"].items():
-        rows.outcome[i] = bits_of(str(text))
+    rows.outcome[places["outcome"]] = [bits_of(str(text)) for text in values["outcome"]]
     for key, column, flags in _columns(rows, names):
-        if key in cells and key != "step":
-            numbers = {i: _number(value) for i, value in cells[key].items()}
-            known = [i for i, number in numbers.items() if number is not None]
-            column[known] = [numbers[i] for i in known]
-            rows.outcome[known] |= int(flags)
+        if key in places and key != "step":
+            numbers = list(map(_number, values[key]))
+            is_known = np.array([x is not None for x in numbers])
+            at = np.array(places[key])[is_known]
+            column[at] = [x for x in numbers if x is not None]
+            rows.outcome[at] |= int(flags)
     return rows, names, remark
 
 
@@ -120,7 +127,8 @@ def _number(value: Any) -> float | None:
         return None
     try:
         # A transfer guard allows `device_get`.
-        return float(jax.device_get(value) if hasattr(value, "dtype") else value)
+        is_plain = isinstance(value, (str, int, float)) or not hasattr(value, "dtype")
+        return float(value if is_plain else jax.device_get(value))
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
@@ -135,32 +143,40 @@ def _join_steps(lines: Iterable[Line]) -> tuple[dict[int, Line], str]:
     | --- | --- |
     | without a loss, a norm and an outcome | it is not a row |
     | without a step | it has the next step |
-    | the step of an earlier line, with other numbers | both lines become one |
-    | an earlier step otherwise | the run was resumed: the line replaces all rows from its step on |
-    | `rewind_to` | the same, without a row |
+    | the step of an earlier line, without its numbers | both lines become one |
+    | the step of the last line, with the same numbers | it replaces the last line |
+    | an earlier step, with the same numbers or more than `_LATE` rows back | the run was resumed: \
+      it replaces all rows from this step on |
+    | an earlier step that is new, at most `_LATE` rows back | it is late, and is sorted in |
     """
-    table, next_step = dict[int, Line](), 0
+    table, steps, last = dict[int, Line](), list[int](), -1  # `steps` are the keys, sorted
     num_lines = num_replaced = num_resumed = num_unknown = 0
     for line in lines:
         if _ROW.isdisjoint(line):
             continue
-        number = next_step if line.get("step") in (None, "") else _number(line["step"])
+        number = last + 1 if line.get("step") in (None, "") else _number(line["step"])
         if number is None or not abs(number) < _MAX_STEP:
             num_unknown += 1
             continue
         step, is_rewind = int(number), "rewind_to" in line
-        next_step = step if is_rewind else step + 1
-        num_lines += not is_rewind
-        earlier = table.get(step, {})
-        if earlier and not is_rewind and _ROW.isdisjoint(earlier.keys() & line.keys()):
-            table[step] = {**earlier, **line}
+        earlier, place = table.get(step), bisect.bisect_left(steps, step)
+        is_repeated = earlier is not None and not _ROW.isdisjoint(earlier.keys() & line.keys())
+        is_far = earlier is None and len(steps) - place > _LATE
+        if is_rewind or is_far or (is_repeated and step < last):
+            for replaced in steps[place:]:
+                del table[replaced]
+            num_resumed, num_replaced = num_resumed + 1, num_replaced + len(steps) - place
+            del steps[place:]
+            earlier = None
+        else:
+            num_replaced += is_repeated
+        if is_rewind:
+            last = step - 1
             continue
-        num_resumed += is_rewind or step < next(reversed(table), step)
-        while table and next(reversed(table)) >= step:
-            table.popitem()
-            num_replaced += 1
-        if not is_rewind:
-            table[step] = line
+        if earlier is None:
+            steps.insert(place, step)
+        table[step] = {**earlier, **line} if earlier else line
+        last, num_lines = step, num_lines + 1
     remarks = list[str]()
     if num_replaced:
         remarks.append(f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows")
@@ -168,4 +184,4 @@ def _join_steps(lines: Iterable[Line]) -> tuple[dict[int, Line], str]:
         remarks.append(f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}")
     if num_unknown:
         remarks.append(f"rows without a number as their step, which are left out: {num_unknown:,}")
-    return table, "; ".join(remarks)
+    return {step: table[step] for step in steps}, "; ".join(remarks)

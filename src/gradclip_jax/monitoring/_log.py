@@ -52,7 +52,7 @@ def read_lines(log: LogSource, *, prefix: str | None = None) -> list[dict[str, A
     """Return the lines of a log as dictionaries with the keys of a `Monitor`; see `read_log`."""
     lines = _parse_file(pathlib.Path(log)) if isinstance(log, (str, os.PathLike)) else log
     # The check for `dict` is fast, and enough for most lines.
-    if not isinstance(lines, (list, Sequence)) or not all(
+    if not isinstance(lines, Sequence) or not all(
         isinstance(line, (dict, Mapping)) for line in lines
     ):
         rule = "the path of a file, or a sequence of dictionaries"
@@ -113,7 +113,7 @@ def _csv_lines(text: str, path: pathlib.Path) -> Iterator[Line]:
     header, names = list[str](), set[str]()
     for row in csv.reader(file, delimiter=delimiter, skipinitialspace=True):
         # A trainer that resumes may write the header again, even with other columns.
-        if not names or 2 * len(names.intersection(row)) > len(row):
+        if not names or (not names.isdisjoint(row) and 2 * len(names.intersection(row)) > len(row)):
             header = [cell.strip() for cell in row]
             names = {name for name in header if name}
             if header == ["Wall time", "Step", "Value"]:  # of TensorBoard: one file for each number
