@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -219,9 +219,8 @@ class Monitor:
         is_advised = self.report.action in ("rewind", "lower")
         if is_advised or not self.report.rows.step.size:  # a restarted job may go back
             return []
-        sentence = f"the state went back from step {self.report.step}"
-        sentence = f"step {step}: {sentence}, although no rewind was advised"
-        return [Incident(step, ("state",), sentence)]
+        text = f"the state went back from step {self.report.step}, although no rewind was advised"
+        return [Incident(step, ("state",), f"step {step}: {text}")]
 
     def _with_units(self, rows: Rows) -> HostArray:
         """Return the rows for which the log contains the norms of units."""
@@ -239,7 +238,7 @@ class Monitor:
             append_lines(self._log, lines)
 
     @contextlib.contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
+    def _unchanged_on_error(self) -> Generator[None, None, None]:
         """Restore the monitor after an exception, such as that of a full disk."""
         before = vars(self) | copy.deepcopy({x: vars(self)[x] for x in ("_detector", "_policy")})
         try:

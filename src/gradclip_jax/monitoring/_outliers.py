@@ -136,7 +136,7 @@ class Outliers:
 
     def compare(self, values: HostArray) -> Comparison:
         """Compare the next rows, float[rows, columns] with NaN for unknown values."""
-        found = Comparison(*np.zeros((3, *values.shape)))
+        found = Comparison._make(np.zeros((3, *values.shape)))
         start = 0
         while start < len(values):
             period = 1 if self.count < WINDOW else PERIOD
