@@ -4,7 +4,7 @@
 
 The logs and the counts are those of `benchmarks.faults.logs`; longer logs are left out. Each
 constant is halved and doubled. "Actions" are logs with an obvious onset that lead to an action,
-with `rewind_on_rise` and without it. "For nothing" are healthy logs with it, and logs of PPO without.
+with `rewind_on_rise` and without it; "for nothing" are healthy logs, and logs of PPO without it.
 """
 
 import argparse

@@ -31,9 +31,9 @@ import numpy as np
 
 from benchmarks._report import table
 from gradclip_jax.monitoring._detect import Detector
+from gradclip_jax.monitoring._lines import to_rows
 from gradclip_jax.monitoring._log import read_lines
 from gradclip_jax.monitoring._policy import Policy
-from gradclip_jax.monitoring._rows import to_rows
 
 TOLERANCE, GAP, SOON, EVERY, SAVE_EVERY = 2, 8, 12, 25, 100
 GITHUB = "https://raw.githubusercontent.com"

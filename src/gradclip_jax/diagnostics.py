@@ -31,10 +31,10 @@ from .accumulation._window import AccumulationStats as AccumulationStats
 from .accumulation._window import accumulation_stats as accumulation_stats
 from .monitoring._detect import Incident as Incident
 from .monitoring._monitor import read_log as read_log
-from .monitoring._monitor import suggest_max_norm as suggest_max_norm
 from .monitoring._plot import plot_log as plot_log
 from .monitoring._policy import Report as Report
 from .monitoring._rows import Outcome as Outcome
+from .monitoring._summary import suggest_max_norm as suggest_max_norm
 
 
 @_errors.public

@@ -1,53 +1,62 @@
-"""Detect training faults in rows, with NumPy on the host, and describe them as incidents."""
+"""Find the incidents in the rows of a run, with NumPy on the host.
+
+    values   = logarithms of the norms, of the RMS of the taps and of the loss; NaN if unknown
+    findings = what the rules of `_outliers` find in the values of a row
+    faults   = what the findings and the flags of the row mean, one fault for each kind
+    incident = the faults of a row in one sentence
+
+| kind of fault | rule |
+| --- | --- |
+| `nan`, `infinity` | the gradient norm is not finite |
+| `norm`, `leaf`, `update`, `parameter`, `tap` | the norm or the RMS is an outlier; a norm that is \
+  not finite is a fault as well |
+| `drift` | a gradient norm has risen for good |
+| `zero` | a gradient norm is 0: of the tree in one row, of a unit in a streak |
+| `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
+| `risen` | the loss has risen for good, or the run does not learn |
+| `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
+| `clip` | a factor of a clip is below STARVING in a streak |
+| `replica`, `window` | flags that `watch` has set in the row |
+| `note` | beside `infinity`: it is the first overflow of a loss scale |
+"""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from .._types import HostArray
 from ._outliers import (
     BLOCK,
+    EXPLODED,
     HISTORY,
     LOG_LOSS,
     LOSS,
+    NUM_ROUTINE,
     PARAMETER,
     PERIOD,
     RATIO,
     RISE,
+    STARVING,
+    STREAKS,
+    TREE,
     UPDATE,
+    LastingRises,
     Outliers,
-    Rises,
+    Streaks,
     median,
 )
 from ._rows import Names, Outcome, Rows
 
-NUM_ROUTINE = 4
-"""Infinite norms in HISTORY rows up to which they are routine overflows of a loss scale."""
-
-STREAKS = {"zero": 16, "clip": 200}
-"""Consecutive zeros of a unit or of the loss, and starving factors of a clip, that are reported."""
-
-STARVING = 1e-3
-"""A clip with a smaller factor starves the optimizer."""
-
-EXPLODED = 10.0
-"""A loss that has fallen and then rises to so many times its first value has diverged."""
-
 UNLEARNED = 5 * BLOCK
-"""A run does not learn if its last `UNLEARNED - 2 * BLOCK` losses are then above the first `BLOCK`
-ones. For noise with a correlation of 0.9 from row to row, this happens in 1 of 100 runs."""
+"""A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are
+above the first BLOCK ones. Noise with a correlation of 0.9 from row to row does this in 1 of 100
+runs."""
 
-STREAK = 8
-"""Maximum number of rows between two incidents of one streak."""
-
-_FATES = "skipped", "accumulated", "clipped"
-_UNKNOWN = np.zeros(0)
-
-Fault: TypeAlias = tuple[str, HostArray]
-"""The description of a fault, and how strong its evidence is in each unit."""
+INCIDENT_GAP = 8
+"""Maximum distance in rows between two incidents of one streak."""
 
 
 class Incident(NamedTuple):
@@ -78,176 +87,200 @@ class Incident(NamedTuple):
         return self.sentence
 
 
-def from_lines(lines: Iterable[Mapping[str, Any]]) -> list[Incident]:
-    """Return the incidents in a log, whose lines have the fields of `Incident`."""
-    found = (Incident(*(x[key] for key in Incident._fields)) for x in lines if "sentence" in x)
-    return [x._replace(kinds=tuple(x.kinds), loss_threshold=float(x.loss_threshold)) for x in found]
+class LossRise(NamedTuple):
+    """A loss that has risen for good.
 
-
-class Streaks:
-    """Streaks of rows with a condition, each of which is reported once.
-
-    A streak is reported if it has `least` rows and twice as many as all earlier ones.
+    Attributes:
+        text: Which losses have risen, and what they were compared with.
+        threshold: The loss above which the rise continues.
+        has_exploded: Whether the loss had fallen before, and is now far above its first value.
     """
 
-    def __init__(self, least: HostArray):
-        self.least, self.count, self.longest = least, *np.zeros((2, len(least)), int)
-
-    def compare(self, is_true: HostArray, is_false: HostArray) -> HostArray:
-        """Return which streaks to report in this row; rows without either are unknown."""
-        self.longest[is_false] = np.maximum(self.longest, self.count)[is_false]
-        self.count = np.where(is_false, 0, self.count + is_true)
-        return is_true & (self.count == np.maximum(2 * self.longest, self.least))
+    text: str
+    threshold: float
+    has_exploded: bool = False
 
 
 class Losses:
-    """Whether the losses of a run have fallen since its start, and whether they rise for good.
-
-    Attributes:
-        first: The first finite loss.
-        best: The maximum of the `BLOCK` consecutive losses whose maximum is lowest.
-        limit: The loss above which the last lasting rise goes on.
-    """
+    """Compare the losses of a run with its first and with its best ones."""
 
     def __init__(self):
-        self.rises, self.count, self.is_positive = Rises(np.log([RISE])), 0, True
-        self.first = self.best = self.limit = math.inf
-        self.highest_at_start, self.lowest_since = -math.inf, math.inf
-        self.has_exploded = False
+        self.rises, self.start = LastingRises(np.log([RISE])), list[float]()
+        self.first = self.best = math.inf  # the first finite loss, the highest of the best BLOCK
+        self.is_positive = True
 
     @property
     def have_fallen(self) -> bool:
-        """Whether `BLOCK` consecutive losses were clearly below the first one."""
+        """Whether BLOCK consecutive losses were clearly below the first one."""
         return self.best * RISE < self.first
 
     def have_grown(self, level: float) -> bool:
-        """Whether the loss has only grown since the start, so that it may be a value loss.
+        """Return whether the loss may be a value loss, which grows with the return of a policy.
 
-        The size of a loss whose sign changes has no meaning either.
+        Such a loss has not fallen since the start, or is negative at times. `level` is the median
+        of the last losses.
         """
-        is_high = self.count < PERIOD or level > RISE * self.first
+        is_high = len(self.start) < PERIOD or level > RISE * self.first
         return not self.is_positive or (is_high and not self.have_fallen)
 
-    def update(self, loss: float) -> str:
-        """Return what the losses are compared with if they have risen for good, otherwise ""."""
-        value = loss if math.isfinite(loss) else math.inf
-        self.first = value if math.isinf(self.first) else self.first
-        self.is_positive &= value >= 0
-        if self.count < BLOCK:
-            self.highest_at_start = max(self.highest_at_start, value)
-        elif self.count >= 2 * BLOCK:
-            self.lowest_since = min(self.lowest_since, value)
-        self.count += 1
-        log_loss = math.log(value) if value > 0 else math.nan
+    def update(self, loss: float) -> LossRise | None:
+        """Compare the next loss; return the rise that it completes."""
+        loss = loss if math.isfinite(loss) else math.inf
+        self.first = loss if math.isinf(self.first) else self.first
+        self.is_positive &= loss >= 0
+        is_unlearned = self._is_unlearned(loss)
+        log_loss = math.log(loss) if loss > 0 else math.nan
         (has_risen,), *levels = self.rises.compare(np.array([log_loss]))
         lowest, best = np.exp(np.ravel(levels)).tolist()
         self.best = min(self.best, best)
-        self.has_exploded = False
         if has_risen and self.is_positive:
-            self.limit = RISE * best
-            self.has_exploded = self.have_fallen and lowest > EXPLODED * self.first
-            last = f"the lowest of the last {BLOCK} losses, {lowest:.3g}"
-            reference = f"the highest of the best {BLOCK}, {best:.3g}"
-            return f"{last}, is above {RISE} times {reference}"
-        if self.count == UNLEARNED and self.lowest_since > self.highest_at_start:
-            self.limit = self.highest_at_start
-            first = f"the highest of the first {BLOCK}, {self.limit:.3g}"
-            return f"the last {UNLEARNED - 2 * BLOCK} losses are above {first}"
-        return ""
+            text = (
+                f"the lowest of the last {BLOCK} losses, {lowest:.3g}, is above {RISE} times "
+                f"the highest of the best {BLOCK}, {best:.3g}"
+            )
+            has_exploded = self.have_fallen and lowest > EXPLODED * self.first
+            return LossRise(text, RISE * best, has_exploded)
+        if is_unlearned:
+            highest = max(self.start[:BLOCK])
+            text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first "
+            return LossRise(f"{text}{BLOCK}, {highest:.3g}", highest)
+        return None
+
+    def _is_unlearned(self, loss: float) -> bool:
+        """Add a loss to the first UNLEARNED ones; return whether they show that nothing is learned.
+
+        The second BLOCK of losses is not compared, because a loss may rise during warm-up.
+        """
+        if len(self.start) == UNLEARNED:
+            return False
+        self.start.append(loss)
+        is_complete = len(self.start) == UNLEARNED
+        return is_complete and min(self.start[2 * BLOCK :]) > max(self.start[:BLOCK])
 
 
-class Evidence(NamedTuple):
-    """One row and what its values are compared with.
+class Fault(NamedTuple):
+    """Something that is wrong with a row.
 
     Attributes:
-        row: The row.
-        outliers: Logarithms of the ratios of outliers to what is usual, by column of `Outliers`.
-        limits: The smallest values that would be outliers, by column.
-        streaks: Which streaks of zeros of the gradient norms and of the loss are reported, and
-            whether a streak of starving clip factors is.
-        drifts: Logarithms of the ratios by which the gradient norms of the tree and of the units
-            have slowly risen.
-        risen: What the last losses are compared with if they have risen for good.
-        has_exploded: Whether they are far above the first one.
-        tap_names: Names of the taps.
+        kind: One of the kinds of the module.
+        text: Its part of the sentence of the incident.
+        by_unit: Strength of the evidence in each unit; empty if the units are unknown.
+    """
+
+    kind: str
+    text: str
+    by_unit: HostArray = np.zeros(0)
+
+
+class Findings(NamedTuple):
+    """A row, and what the rules of `_outliers` find in it.
+
+    Attributes:
+        row: The row; its taps are float[taps, 3] in the order of `tap_names`.
+        tap_names: Names of the activations and the cotangents of the taps.
+        rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
+        thresholds: The smallest values that would be outliers, by column.
+        unit_rises: The part of `rises` for the gradient norms of the units.
+        tap_rises: The part of `rises` for the RMS of the taps.
+        drifts: Logarithm of the ratio by which the gradient norms of the tree and of each unit have
+            risen for good; 0 for others.
+        is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
+        is_zero_loss: Whether the loss has become 0.
+        loss_rise: A lasting rise of the loss, or None.
+        is_starving: Whether the factor of a clip has long been almost 0.
     """
 
     row: Rows
-    outliers: HostArray
-    limits: HostArray
-    streaks: HostArray
-    drifts: HostArray
-    risen: str
-    has_exploded: bool
     tap_names: list[str]
+    rises: HostArray
+    thresholds: HostArray
+    unit_rises: HostArray
+    tap_rises: HostArray
+    drifts: HostArray
+    is_zero_norm: HostArray
+    is_zero_loss: bool
+    loss_rise: LossRise | None
+    is_starving: bool
 
     @property
-    def has_bad_loss(self) -> bool:
-        """Whether the loss is an outlier, non-finite, has become zero, or has exploded."""
-        is_outlier = self.outliers[LOG_LOSS:].any() or self.streaks[-2] or self.has_exploded
-        return bool(is_outlier or not math.isfinite(self.row.loss))
+    def is_bad_loss(self) -> bool:
+        """Whether the loss is an outlier, is not finite, has become 0, or has diverged."""
+        is_outlier = self.rises[LOG_LOSS] or self.rises[LOSS] or self.is_zero_loss
+        has_exploded = self.loss_rise is not None and self.loss_rise.has_exploded
+        return bool(is_outlier or has_exploded or not math.isfinite(self.row.loss))
 
-    def compared(self, name: str, value: float, column: int) -> str:
-        """Describe a value, with the threshold of its column if the value exceeds it."""
-        limit = self.limits[column]
+    def describe(self, name: str, value: float, column: int) -> str:
+        """Return a value with its name, and with its threshold if it is above."""
+        limit = self.thresholds[column]
         return f"{name} {value:.2g}" + (f" (threshold {limit:.2g})" if value > limit else "")
 
-    def shares(self) -> tuple[str, HostArray]:
-        """Return the largest share of a unit of the squared norm or of the non-finite elements."""
-        bad, norms = self.row.nonfinite[1:], self.row.norms[0, 1:]
-        parts = bad if bad.any() else ~np.isfinite(norms)
-        parts = parts if parts.any() else np.square(norms)
-        return (f", {100 * parts.max() / parts.sum():.0f} %" if parts.any() else ""), parts
 
-
-def _faults_of(x: Evidence) -> Iterator[tuple[str, str, HostArray]]:
-    """Yield the kind and the description of each fault, and how strong its evidence is by unit.
-
-    They are in the order of their evidence for a unit, the strongest first.
-    """
-    row, num_norms = x.row, len(x.drifts)
+def _faults_of(x: Findings) -> Iterator[Fault]:
+    """Yield the faults of a row; those that point to a unit most clearly come first."""
+    row = x.row
     norm, _, parameter = row.norms[:, 0].tolist()
-    units, taps = x.outliers[1:num_norms], x.outliers[num_norms:UPDATE]
-    if x.outliers[PARAMETER] or not math.isfinite(parameter):
-        yield "parameter", x.compared("parameter norm", parameter, PARAMETER), row.norms[2, 1:]
+    if x.rises[PARAMETER] or not math.isfinite(parameter):
+        text = x.describe("parameter norm", parameter, PARAMETER)
+        yield Fault("parameter", text, row.norms[2, 1:])
     if not math.isfinite(norm):
-        (share, parts), count = x.shares(), int(row.nonfinite[0])
-        elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
-        kind = "nan" if math.isnan(norm) else "infinity"
-        yield kind, f"gradient norm {norm}{elements}{share}", parts
-    elif units.any():
-        yield "leaf", f"relative gradient norm rose {_ratio(units)} times", units
-    if x.streaks[:num_norms].any():
-        yield "zero", "the gradient has become zero", x.streaks[1:num_norms]
+        yield _nonfinite_gradient(row)
+    elif x.unit_rises.any():
+        text = f"relative gradient norm rose {_ratio(x.unit_rises)} times"
+        yield Fault("leaf", text, x.unit_rises)
+    if x.is_zero_norm.any():
+        yield Fault("zero", "the gradient has become zero", x.is_zero_norm[1:])
     if x.drifts.any():
-        yield "drift", f"gradient norm slowly rose {_ratio(x.drifts)} times", x.drifts[1:]
-    if x.outliers[0] or (x.has_bad_loss and norm > x.limits[0]):
-        share, parts = x.shares()
-        yield "norm", x.compared("gradient norm", norm, 0) + share, parts
-    if x.has_bad_loss:
-        yield "loss", x.compared("loss", float(row.loss), LOSS), _UNKNOWN
-    if x.risen:
-        yield "risen", x.risen, _UNKNOWN
-    if taps.any():
-        name = x.tap_names[int(np.argmax(taps))]
-        yield "tap", f"RMS of the {name} rose {_ratio(taps)} times", _UNKNOWN
-    if x.streaks[-1]:
-        factor = row.factors.min()
-        text = f"a clip has multiplied {STREAKS['clip']} gradients by less than {STARVING}"
-        never = "a clip multiplies the gradient by 0, its threshold is not positive"
-        yield "clip", f"{text}, now by {factor:.2g}" if factor else never, _UNKNOWN
+        text = f"gradient norm slowly rose {_ratio(x.drifts)} times"
+        yield Fault("drift", text, x.drifts[1:])
+    if x.rises[TREE] or (x.is_bad_loss and norm > x.thresholds[TREE]):
+        parts, share = _parts(row)
+        yield Fault("norm", x.describe("gradient norm", norm, TREE) + share, parts)
+    if x.is_bad_loss:
+        yield Fault("loss", x.describe("loss", float(row.loss), LOSS))
+    if x.loss_rise:
+        yield Fault("risen", x.loss_rise.text)
+    if x.tap_rises.any():
+        name = x.tap_names[int(np.argmax(x.tap_rises))]
+        yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
+    if x.is_starving:
+        count, factor = STREAKS["starving clip"], row.factors.min()
+        text = f"a clip has multiplied {count} gradients by less than {STARVING}, now by"
+        yield Fault("clip", f"{text} {factor:.2g}")
     if row.outcome & Outcome.REPLICA_DIFFERS:
-        yield "replica", f"the parameters on device {row.device} differ", _UNKNOWN
+        yield Fault("replica", f"the parameters on device {row.device} differ")
     if row.outcome & Outcome.EMPTY_WINDOW:
-        yield "window", "the weight of the accumulated window is zero", _UNKNOWN
+        yield Fault("window", "the weight of the accumulated window is zero")
 
 
-def _update(x: Evidence) -> tuple[str, HostArray] | None:
-    """Describe an update norm that is large, not finite, or of a skipped step."""
+def _update_fault(x: Findings) -> Iterator[Fault]:
+    """Yield the fault of an update that is an outlier, not finite, or of a skipped step."""
     norm = float(x.row.norms[1, 0])
-    if x.outliers[UPDATE] or not math.isfinite(norm) or x.row.outcome & Outcome.SKIPPED:
-        return x.compared("update norm", norm, UPDATE), x.row.norms[1, 1:]
-    return None
+    if x.rises[UPDATE] or not math.isfinite(norm) or x.row.outcome & Outcome.SKIPPED:
+        yield Fault("update", x.describe("update norm", norm, UPDATE), x.row.norms[1, 1:])
+
+
+def _nonfinite_gradient(row: Rows) -> Fault:
+    """Return the fault of a gradient that is not finite."""
+    (parts, share), count, norm = _parts(row), int(row.nonfinite[0]), float(row.norms[0, 0])
+    elements = f", {count} non-finite element{'s' * (count > 1)}" if count else ""
+    kind = "nan" if math.isnan(norm) else "infinity"
+    return Fault(kind, f"gradient norm {norm}{elements}{share}", parts)
+
+
+def _parts(row: Rows) -> tuple[HostArray, str]:
+    """Return the part of each unit in the gradient, and the largest part as text.
+
+    The parts are numbers of non-finite elements if there are any, and squared norms otherwise.
+    """
+    bad, norms = row.nonfinite[1:], row.norms[0, 1:]
+    parts = bad if bad.any() else ~np.isfinite(norms)
+    parts = parts if parts.any() else np.square(norms)
+    return parts, (f", {100 * parts.max() / parts.sum():.0f} %" if parts.any() else "")
+
+
+def _ratio(rises: HostArray) -> str:
+    """Format the ratio of the largest rise, which is a logarithm."""
+    return f"{math.exp(np.max(rises)):.2g}"
 
 
 class Detector:
@@ -258,110 +291,134 @@ class Detector:
     """
 
     def __init__(self, names: Names):
-        self.names, self.size = names, 1 + len(names.units)
-        self.taps = [f"activation of {x}" for x in names.taps]
-        self.taps += [f"cotangent of {x}" for x in reversed(names.taps)]
-        self.outliers, self.losses = Outliers(len(names.units), len(self.taps)), Losses()
-        self.drifts = Rises(np.log([RATIO["tree"], *[RATIO["part"]] * len(names.units)]))
-        least = 1, *[STREAKS["zero"]] * self.size, STREAKS["clip"]
-        self.streaks = Streaks(np.array(least))
+        self.names, num_units = names, len(names.units)
+        self.tap_names = [f"activation of {x}" for x in names.taps]
+        self.tap_names += [f"cotangent of {x}" for x in reversed(names.taps)]
+        self.outliers, self.losses = Outliers(num_units, len(self.tap_names)), Losses()
+        ratios = [RATIO["tree"], *[RATIO["part"]] * num_units]
+        self.drifts = LastingRises(np.log(ratios))
+        self.zeros = Streaks([1, *[STREAKS["zero"]] * (num_units + 1)])  # tree, units, loss
+        self.small_factors = Streaks([STREAKS["starving clip"]])
         self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
-        self.count, self.last_row, self.last_kinds = 0, 0, ()
-        self.streak, self.first_step = 0, 0
+        self.count = 0  # of rows
+        # The last incident, its row, and the first step of its streak.
+        self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
-        taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])
-        values = np.column_stack([gradient, taps[..., 1], rows.norms[:, 1:, 0], loss, loss])
-        values[np.isinf(values)] = np.nan
-        values[:, :LOSS] = np.log(np.where(values[:, :LOSS] > 0, values[:, :LOSS], np.nan))
-        outliers, thresholds, levels = self.outliers.compare(values)
-        thresholds[:, LOSS] = np.fmin(thresholds[:, LOG_LOSS], thresholds[:, LOSS])
+        taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])  # as `tap_names`
+        values = _logarithms(gradient, rows.norms[:, 1:, 0], loss, taps[..., 1])
+        rises, thresholds, levels = self.outliers.compare(values)
+        # A guard has compared the norm or the loss with a threshold of its own.
         skips = Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
-        for column, flag, limits in zip((0, LOSS), skips, rows.limits.T, strict=True):
-            outliers[:, column] += rows.has(flag)
+        for column, flag, limits in zip((TREE, LOSS), skips, rows.limits.T, strict=True):
+            rises[:, column] += rows.has(flag)
             np.copyto(thresholds[:, column], limits, where=rows.has(flag))
-        found: list[Incident] = []
-        for t, (outlier, limits) in enumerate(zip(outliers, thresholds, strict=True)):
+        units, found = self.outliers.units, list[Incident]()
+        for t in range(len(values)):
             row = rows.take(t)._replace(taps=taps[t])
-            streaks = self._streaks(row, np.append(gradient[t], loss[t]))
+            is_zero = self._has_become_zero(np.append(gradient[t], loss[t]))
             has_loss = row.outcome & Outcome.HAS_LOSS
-            risen = self.losses.update(float(loss[t])) if has_loss else ""
-            drifts = self._drifts(values[t, : self.size])
-            x = (row, outlier, limits, streaks, drifts, risen, self.losses.has_exploded)
-            faults = self._faults(Evidence(*x, self.taps), levels[t])
-            if faults:
-                limit = self.losses.limit if risen else limits[LOSS]
-                found += self._incident(row, faults, float(limit))
+            findings = Findings(
+                row=row,
+                tap_names=self.tap_names,
+                rises=rises[t],
+                thresholds=thresholds[t],
+                unit_rises=rises[t, units],
+                tap_rises=rises[t, self.outliers.taps],
+                drifts=self._drifts(values[t, TREE], values[t, units]),
+                is_zero_norm=is_zero[:-1],
+                is_zero_loss=bool(is_zero[-1]),
+                loss_rise=self.losses.update(float(loss[t])) if has_loss else None,
+                is_starving=self._is_starving(row),
+            )
+            found += self._incidents(findings, float(levels[t, LOSS]))
             self.count += 1
         return found
 
-    def _streaks(self, row: Rows, values: HostArray) -> HostArray:
-        """Return which values have become exactly zero, and whether a clip starves the optimizer.
+    def _has_become_zero(self, values: HostArray) -> HostArray:
+        """Return which of the gradient norms and the loss have become exactly 0."""
+        return self.zeros.compare(values == 0, abs(values) > 0)
 
-        The first zero of the whole gradient and the first clip factor of zero are reported at once.
+    def _drifts(self, tree: float, units: HostArray) -> HostArray:
+        """Return by how much the gradient norms of the tree and of the units have risen for good.
+
+        With more than two units, they are compared with their median instead of the tree.
         """
-        has_run = row.outcome & Outcome.APPLIED and math.isfinite(row.norms[0, 0])
-        factor = row.factors.min(initial=1.0) if has_run else np.nan
-        is_first = factor == 0 and self.streaks.longest[-1] + self.streaks.count[-1] == 0
-        starts = self.streaks.compare(
-            np.append(values == 0, factor < STARVING),
-            np.append(abs(values) > 0, factor >= STARVING),
-        )
-        starts[-1] = is_first or (starts[-1] and factor > 0)
-        return starts
-
-    def _drifts(self, norms: HostArray) -> HostArray:
-        """Return by how much gradient norms have slowly risen relative to the other units."""
-        if self.size > 3:
-            norms = np.append(np.nan, norms[1:] - median(norms[1:]))
-        has_risen, lowest, best = self.drifts.compare(norms)
+        if len(units) > 2:
+            tree, units = np.nan, units - median(units)
+        has_risen, lowest, best = self.drifts.compare(np.append(tree, units))
         return np.where(has_risen, lowest - best, 0)
 
-    def _faults(self, x: Evidence, level: float) -> dict[str, Fault]:
-        """Return the faults in one row."""
-        faults = {kind: (text, evidence) for kind, text, evidence in _faults_of(x)}
-        if not faults and (fault := _update(x)):  # other faults explain a large update
-            faults["update"] = fault
-        if "loss" in faults and math.isfinite(x.row.loss) and self.losses.have_grown(level):
-            faults["growth"] = "the loss has not fallen since the start", _UNKNOWN
-        return faults
+    def _is_starving(self, row: Rows) -> bool:
+        """Return whether a clip factor has been almost 0 for long."""
+        if not row.outcome & Outcome.APPLIED or not math.isfinite(row.norms[0, 0]):
+            return False  # the clip did not run, or its factor means nothing
+        is_small = np.array([row.factors.min(initial=1.0) < STARVING])
+        return bool(self.small_factors.compare(is_small, ~is_small).any())
 
-    def _incident(
-        self, row: Rows, faults: dict[str, Fault], loss_threshold: float
-    ) -> list[Incident]:
-        """Return the incident in one row, unless it is a routine overflow."""
-        if list(faults) == ["infinity"] and not row.outcome & Outcome.APPLIED:
+    def _incidents(self, x: Findings, level: float) -> Iterator[Incident]:
+        """Yield the incident of a row that has faults; `level` is the median of the last losses."""
+        faults = list(_faults_of(x)) or list(_update_fault(x))  # other faults explain an update
+        kinds = [fault.kind for fault in faults]
+        if "loss" in kinds and math.isfinite(x.row.loss) and self.losses.have_grown(level):
+            faults.append(Fault("growth", "the loss has not fallen since the start"))
+        if kinds == ["infinity"] and not x.row.outcome & Outcome.APPLIED:
             self.overflows.append(self.count)
             if len(self.overflows) == 1:
-                faults["note"] = "others as rare as this one are not reported", _UNKNOWN
+                faults.append(Fault("note", "others as rare as this one are not reported"))
             elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= self.count - HISTORY:
-                return []
-        step, flags, leaf = int(row.step), Outcome(int(row.outcome)), ""
-        batch_id = int(row.batch_id) if Outcome.HAS_BATCH_ID in flags else None
-        batch = "" if batch_id is None else f", batch {batch_id}"
-        fates = " and ".join(x for x in _FATES if Outcome[x.upper()] in flags) or "applied"
-        parts = list[str]()
-        for text, evidence in faults.values():
-            unit = self.names.units[np.argmax(evidence)] if evidence.any() else ""
-            parts.append(f"{text} in {unit}" if unit else text)
-            leaf = leaf or unit
-        if row.taps[:, -1].any():
-            parts.append(f"first non-finite {self.taps[np.flatnonzero(row.taps[:, -1])[0]]}")
-        if self.count - self.last_row > STREAK or faults.keys().isdisjoint(self.last_kinds):
-            self.first_step, self.streak = step, 0
-        self.streak += 1
-        if self.streak > 1:
-            parts.append(f"{self.streak} times since step {self.first_step}")
-        self.last_row, self.last_kinds = self.count, tuple(faults)
-        sentence = f"step {step}{batch}: {fates}, {'; '.join(parts)}"
-        fields = self.last_kinds, sentence, leaf, loss_threshold, batch_id, self.streak
-        return [Incident(step, *fields)]
+                return
+        if faults:
+            threshold = x.loss_rise.threshold if x.loss_rise else float(x.thresholds[LOSS])
+            yield self._incident(x, faults, threshold)
+
+    def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
+        """Return the faults of a row as an incident, which may continue a streak."""
+        step, flags = int(x.row.step), Outcome(int(x.row.outcome))
+        kinds, batch_id = tuple(fault.kind for fault in faults), None
+        is_near = self.count - self.last_row <= INCIDENT_GAP
+        has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
+        streak = self.last.streak + 1 if is_near and has_common_kind else 1
+        self.first_step = self.first_step if streak > 1 else step
+
+        words = [w for w in ("skipped", "accumulated", "clipped") if Outcome[w.upper()] in flags]
+        sentence = f"step {step}"
+        if Outcome.HAS_BATCH_ID in flags:
+            batch_id = int(x.row.batch_id)
+            sentence += f", batch {batch_id}"
+        units = [self._unit_of(fault) for fault in faults]
+        parts = [
+            f"{fault.text} in {unit}" if unit else fault.text
+            for fault, unit in zip(faults, units, strict=True)
+        ]
+        for tap in np.flatnonzero(x.row.taps[:, -1])[:1]:
+            parts.append(f"first non-finite {x.tap_names[tap]}")
+        if streak > 1:
+            parts.append(f"{streak} times since step {self.first_step}")
+        sentence += f": {' and '.join(words) or 'applied'}, {'; '.join(parts)}"
+        leaf = next(filter(None, units), "")
+        self.last_row = self.count
+        self.last = Incident(step, kinds, sentence, leaf, loss_threshold, batch_id, streak)
+        return self.last
+
+    def _unit_of(self, fault: Fault) -> str:
+        """Return the name of the unit with the strongest evidence, or "" if it is unknown."""
+        return self.names.units[np.argmax(fault.by_unit)] if fault.by_unit.any() else ""
 
 
-def _ratio(rises: HostArray) -> str:
-    """Format the ratio of the largest rise, which is a logarithm."""
-    return f"{math.exp(np.max(rises)):.2g}"
+def _logarithms(
+    gradient: HostArray, other_norms: HostArray, loss: HostArray, taps: HostArray
+) -> HostArray:
+    """Return the columns that `Outliers` compares, float[rows, columns].
+
+    They are logarithms, and the loss itself. Values that are not finite are NaN, and so are the
+    logarithms of values that are not positive.
+    """
+    singles = [gradient[:, :1], other_norms, loss[:, None]]
+    positive = np.hstack([*singles, gradient[:, 1:], taps])
+    logarithms = np.log(np.where((positive > 0) & np.isfinite(positive), positive, np.nan))
+    return np.insert(logarithms, LOSS, np.where(np.isinf(loss), np.nan, loss), axis=1)

@@ -6,45 +6,32 @@ import contextlib
 import copy
 import os
 import pathlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_count, check_number, is_traced, listed, shortened
+from .._checks import check_callable, check_count, listed, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
 from ..norms._mask import Mask
-from ._detect import Detector, Incident, from_lines
+from ._detect import Detector, Incident
+from ._lines import to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_lines
 from ._policy import DECISION, Policy, Report, agreed
-from ._rows import (
-    WORDS,
-    Line,
-    Names,
-    Outcome,
-    Row,
-    Rows,
-    names_of,
-    read_stack,
-    to_lines,
-    to_rows,
-    units_in,
-)
+from ._rows import Line, Names, Outcome, Row, Rows, names_of, read_stack
+from ._summary import summary_of
 from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
-"""The log contains the norms of units for the first of so many steps, and the first window."""
+"""The log contains the norms of units for the first window of so many steps."""
 
 _AROUND = 8
 """Number of steps before and after an incident for which the log contains the norms of units."""
-
-_INSIDE = "for a suggested max_norm, watch windows: accumulate_gradients(watch(optimizer), every)"
 
 _KEPT = 1024
 """Number of rows that are kept for the policy, and to start the detection again after a rewind."""
@@ -123,16 +110,16 @@ class Monitor:
     ):
         if which is not None:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
+        if policy is not None:
+            check_callable("policy", policy, "Pass a function of a report.")
         self._log, self._which = None if jax.process_index() else log, which
         names = names_of(params, granularity, trainable, taps)
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
         self._remark = ""  # of `read_log`, about the lines that are not rows
-        if policy is not None:
-            check_callable("policy", policy, "Pass a function of a report.")
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
-        self._policy, self._changed = Policy(events, rewind_on_rise=rewind_on_rise), policy
-        self.incidents = _incidents_in(lines)
+        self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
+        self.incidents = to_incidents(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
         report = self._policy.update(self.rows, self._recent, rows.end)
         # The monitor of `read_log` has no parameters; one process alone may read a log.
@@ -164,53 +151,35 @@ class Monitor:
             hint = "Pass 0 for the outermost `watch`."
             raise value_error("which", "the index of a `watch`", self._which, hint) from None
         rows, names = read_stack(row, self.names)
-        before = {**vars(self), "incidents": [*self.incidents]}
-        before |= copy.deepcopy({x: before[x] for x in ("_detector", "_policy")})
-        try:
-            return self._read(rows, names, _checked_steps(saved))
-        except BaseException:
-            vars(self).update(before)
-            raise
+        saved = _checked_steps(saved)
+        with self._unchanged_on_error():
+            if names != self.names:  # the names of clips are in the state
+                self.names, self.rows = names, rows.take(slice(0))
+            step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
+            if step < self.report.step:
+                lines.append({"step": step, "rewind_to": step})
+                incidents += self._go_back(step)
+            rows = rows.take(rows.step >= step)
+            incidents += self._detector.update(rows)
+            self.incidents = [*self.incidents, *incidents]
+            self._recent = [*self._recent[-_KEPT:], *incidents]
+            self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
 
-    def _read(self, rows: Rows, names: Names, saved: list[int] | None) -> Report:
-        """Add rows, decide what to do, and write the log."""
-        if names != self.names:  # the names of clips are in the state
-            self.names, self.rows = names, rows.take(slice(0))
-        lines, next_step = list[Line](), min(self._first_new(rows), self.report.step)
-        unexpected = list[Incident]()
-        if next_step < self.report.step:
-            if self.report.action not in ("rewind", "lower") and self.report.rows.step.size:
-                unexpected = [_went_back(next_step, self.report.step)]
-            lines.append({"step": next_step, "rewind_to": next_step})
-            self._policy.rewound(next_step)
-            self._start(self.rows.take(self.rows.step < next_step), names)
-        rows = rows.take(rows.step >= next_step)
-        incidents, last = unexpected + self._detector.update(rows), self._policy.last
-        self.incidents += incidents
-        self._recent = [*self._recent[-_KEPT:], *incidents]
-        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-        lost = int(min(rows.step, default=next_step)) - next_step
-        report = self._policy.update(self.rows, self._recent, next_step, saved)
-        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
-        if self._changed is not None:
-            report = self._policy.replace(last, self._changed(report))
-        report = agreed(report)
-        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
-        sampled = closed[np.unique(closed // _UNITS_EVERY, return_index=True)[1]].tolist()
-        near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
-        with_units = np.isin(rows.step, sampled + near)
-        if self._policy.last is not last:
-            # First, because a process that is killed here can go on without the rows.
-            lines.append(dict(zip(DECISION, report, strict=False)))
-        lines += to_lines(rows, self.names, with_units)
-        lines += [x._asdict() for x in incidents]
-        if callable(self._log):
-            for line in lines:
-                self._log(dict(line))
-        elif self._log is not None:
-            append_lines(self._log, lines)
-        self.report = report
-        return report
+            last = self._policy.last
+            report = self._policy.update(self.rows, self._recent, step, saved)
+            lost = int(min(rows.step, default=step)) - step
+            report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+            if self._user_policy is not None:
+                report = self._policy.replace(last, self._user_policy(report))
+            self.report = agreed(report)
+
+            # The decision comes first: a process that is killed here can continue without the rows.
+            if self._policy.last is not last:
+                lines.append(dict(zip(DECISION, self.report, strict=False)))
+            lines += to_lines(rows, self.names, self._with_units(rows))
+            lines += [x._asdict() for x in incidents]
+            self._write(lines)
+        return self.report
 
     def summary(self) -> str:
         """Describe `rows` and all incidents in at most ten lines.
@@ -218,42 +187,10 @@ class Monitor:
         Norms of micro-batches, which `watch` around an accumulation measures, do not suggest a
         `max_norm` for a clip inside the accumulation.
         """
-        rows = self.rows
-        if not len(rows.step):
+        if not len(self.rows.step):
             return "no steps"
-        counts = {word: rows.has(flag).sum() for word, flag in WORDS.items()}
-        kinds = Counter(kind for x in self.incidents for kind in x.kinds)
-        lines = [f"steps {rows.step[0]} to {rows.step[-1]}: {_listed(counts)}"]
-        lines.append(f"incidents: {len(self.incidents)} ({_listed(kinds)})")
-        clipped = np.any(rows.factors[rows.has(Outcome.APPLIED)] < 1, axis=1)
-        if self.names.clips and clipped.size and clipped.mean() in (0, 1):
-            lines.append(f"max_norm: {'every' if clipped[0] else 'no'} step is clipped")
-        of_units = _usual_norms(rows.take(rows.has(Outcome.HAS_UNITS)))
-        if of_units[:, 1:].size:
-            shares = np.mean((of_units[:, 1:] / of_units[:, :1]) ** 2, axis=0)
-            largest = [f"{self.names.units[i]} {shares[i]:.0%}" for i in np.argsort(-shares)[:3]]
-            lines.append(f"largest shares of the squared gradient norm: {', '.join(largest)}")
-        if (usual := _usual_norms(rows)[:, 0]).size:
-            norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0, 0]
-            median, high = np.percentile(usual, [50, 99])
-            threshold = float(f"{3 * high:.2g}")
-            of_what = " of micro-batches" if has_micro_batches(rows) else ""
-            lines.append(
-                f"gradient norm{of_what}: median {median:.3g}, largest {usual.max():.3g}, "
-                f"non-finite in {np.sum(~np.isfinite(norms))} steps"
-            )
-            if has_micro_batches(rows):
-                lines.append(_INSIDE)
-            else:
-                num_skipped = np.sum(~(norms <= threshold))
-                lines += [
-                    f"suggested max_norm: {median:.2g}, the median",
-                    f"suggested guard: skip_spikes(optimizer, norm={threshold:g}), which would "
-                    f"have skipped {num_skipped} of {len(norms)} steps",
-                ]
-        if self._remark:
-            lines.append(f"log: {self._remark}")
-        return "\n".join(lines)
+        lines = summary_of(self.rows, self.names, self.incidents)
+        return "\n".join([*lines, f"log: {self._remark}"] if self._remark else lines)
 
     def _start(self, rows: Rows, names: Names) -> None:
         """Continue after these rows."""
@@ -263,8 +200,8 @@ class Monitor:
     def _first_new(self, rows: Rows) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
-        The state still holds rows that were read before. They differ if their steps were repeated;
-        after a long way back, nothing is left to compare them with.
+        The state still contains rows that were read before. They differ if their steps were
+        repeated. If the run went back over more rows than are kept, there is nothing to compare.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (
@@ -272,13 +209,44 @@ class Monitor:
             for x, i in zip((self.rows, rows), places, strict=True)
         )
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
-        return int(min(steps[~is_equal] if len(steps) else rows.step, default=rows.end))
+        first = min(steps[~is_equal] if len(steps) else rows.step, default=rows.end)
+        return min(int(first), self.report.step)
 
+    def _go_back(self, step: int) -> list[Incident]:
+        """Forget the rows from this step on; return an incident if no rewind was advised."""
+        self._policy.rewound(step)
+        self._start(self.rows.take(self.rows.step < step), self.names)
+        is_advised = self.report.action in ("rewind", "lower")
+        if is_advised or not self.report.rows.step.size:  # a restarted job may go back
+            return []
+        sentence = f"the state went back from step {self.report.step}"
+        sentence = f"step {step}: {sentence}, although no rewind was advised"
+        return [Incident(step, ("state",), sentence)]
 
-def _went_back(step: int, last: int) -> Incident:
-    """Return the incident of a state that was replaced by an earlier one without a rewind."""
-    sentence = f"step {step}: the state went back from step {last}, although no rewind was advised"
-    return Incident(step, ("state",), sentence)
+    def _with_units(self, rows: Rows) -> HostArray:
+        """Return the rows for which the log contains the norms of units."""
+        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
+        _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
+        near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
+        return np.isin(rows.step, [*closed[first], *near])
+
+    def _write(self, lines: list[Line]) -> None:
+        """Write lines to the log, if there is one."""
+        if callable(self._log):
+            for line in lines:
+                self._log(dict(line))
+        elif self._log is not None:
+            append_lines(self._log, lines)
+
+    @contextlib.contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        """Restore the monitor after an exception, such as that of a full disk."""
+        before = vars(self) | copy.deepcopy({x: vars(self)[x] for x in ("_detector", "_policy")})
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
 
 @public
@@ -355,64 +323,8 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     monitor = Monitor(())
     monitor._start(rows, names)
     monitor._remark = remark
-    monitor.incidents = _incidents_in(lines) or monitor._recent
+    monitor.incidents = to_incidents(lines) or monitor._recent
     return monitor
-
-
-@public
-def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
-    """Suggest a `max_norm` as a percentile of the gradient norms of a run.
-
-    The default is the median, which performed best among five percentiles in docs/study.md. A
-    threshold at the median clips half of the steps, so consider a larger learning rate. The 90th
-    percentile clips only outliers.
-
-    Args:
-        norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
-            Norms that are 0 or not finite are ignored.
-        percentile: Percentage of steps that should not be clipped, from 1 to 100.
-
-    Returns:
-        The percentile of the norms, a positive number.
-
-    Raises:
-        ValueError: If all norms are ignored, if they are norms of micro-batches, measured by a
-            `watch` around an accumulation, or if `percentile` is outside [1, 100].
-        TypeError: If called inside jit, or if `norms` is neither rows nor an array.
-
-    Examples:
-        >>> import gradclip_jax as gcx
-        >>> gcx.diagnostics.suggest_max_norm([1.0, 2.0, 3.0, float("nan")], percentile=100.0)
-        3.0
-    """
-    check_number("percentile", percentile, "Pass 50 for the median.", "[1, 100]")
-    values = _usual_norms(norms)[:, 0] if isinstance(norms, Rows) else _as_array(norms)
-    if isinstance(norms, Rows) and has_micro_batches(norms):
-        rule, got = "the norms that the clip receives", "norms of micro-batches"
-        hint = "Watch windows: `accumulate_gradients(watch(optimizer), every)`."
-        raise value_error("norms", rule, got, hint)
-    positive = values[np.isfinite(values) & (values > 0)]
-    if not positive.size:
-        hint = "Record steps with finite gradients first."
-        raise value_error("norms", "norms that are not all 0 or non-finite", shortened(norms), hint)
-    return float(np.percentile(positive, percentile))
-
-
-def has_micro_batches(rows: Rows) -> bool:
-    """Return whether gradients were measured around an accumulation."""
-    is_accumulated = rows.has(Outcome.ACCUMULATED) & rows.has(Outcome.HAS_GRADIENT)
-    return bool(np.any(is_accumulated & np.isfinite(rows.norms[:, 0, 0])))
-
-
-def _as_array(norms: Any) -> HostArray:
-    """Convert norms to a NumPy array."""
-    hint = "Pass `monitor.rows`, or `read_log(path).rows` for a file."
-    if any(map(is_traced, jax.tree.leaves(norms))):
-        raise type_error("norms", "passed outside `jit`", "a traced array", hint)
-    if not isinstance(norms, (str, Report, Monitor)):
-        with contextlib.suppress(TypeError, ValueError):
-            return np.asarray(jax.device_get(norms), float)
-    raise type_error("norms", "rows or an array of norms", type(norms).__name__, hint)
 
 
 def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
@@ -426,11 +338,6 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]
-
-
-def _incidents_in(lines: Iterable[Line]) -> list[Incident]:
-    """Return the incidents in a log, in which other lines may have a key such as `sentence`."""
-    return from_lines(line for line in lines if line.keys() >= {*Incident._fields})
 
 
 def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
@@ -452,13 +359,3 @@ def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
         got = f"{place}, which differs in {listed(other)}"
         raise value_error("log", rule, got, "Pass another name.")
     return lines
-
-
-def _usual_norms(rows: Rows) -> HostArray:
-    """Return the gradient norms of the tree and of the units where they are finite and not 0."""
-    norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
-    return norms[np.isfinite(norms).all(axis=1) & (norms[:, 0] > 0)]
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"

@@ -12,9 +12,10 @@ from .._errors import public, type_error, value_error
 from .._types import HostArray
 from ._detect import Incident
 from ._log import LogSource
-from ._monitor import Monitor, has_micro_batches, read_log
+from ._monitor import Monitor, read_log
 from ._policy import Report
 from ._rows import MEASURED, Outcome, Rows
+from ._summary import has_micro_batches
 
 _MAX_UNITS = 40
 _MAX_CAPTIONS = 12

@@ -1,7 +1,9 @@
-"""Recovery: when to save, rewind, lower the learning rate, or stop.
+"""Decide when to save, rewind, lower the learning rate, or stop.
 
-The policy compares the last rows and incidents, without files. docs/recovery.md defines its terms
-and says what each action needs. With n rewinds in the last 1,000 steps, its transitions are:
+A row is bad if its step was applied although its loss or its gradient was. A stretch of bad rows is
+evidence for a rewind to a good checkpoint, which has QUIET rows without an incident after it.
+docs/recovery.md defines these terms, and says what each action needs. With n rewinds in the last
+FORGET steps, the transitions are:
 
 | state | event | next state, action |
 | --- | --- | --- |
@@ -12,12 +14,12 @@ and says what each action needs. With n rewinds in the last 1,000 steps, its tra
 | running | the same, the last action was `lower` | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
-| pending | rows that go on | the same action again |
+| pending | more rows | the same action again |
 | any | rows that start at an earlier step | running; later checkpoints count only after |
 | | | `saved` has once not listed them |
 
-A stretch of bad rows that had not ended at the first rewind may go on after it, with the batches
-that follow. It then leads to a second rewind before `lower`.
+A stretch of bad rows that was still open at the first rewind may continue after it, with the
+batches that follow. It then leads to a second rewind before `lower`.
 """
 
 import json
@@ -47,11 +49,8 @@ MOST_REWINDS, FORGET = 3, 1000
 after which earlier rewinds no longer count."""
 
 LASTING = 8
-"""Rows after an incident in which its threshold for the loss still counts. With more rows, the good
+"""Rows from an incident on to which its threshold for the loss applies. With more rows, the good
 batches with which a loss recovers would be left out as well."""
-
-_GOES_ON = ", and they go on"
-"""The end of the reason of a rewind from a stretch that has not ended. The log keeps the reason."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -70,6 +69,7 @@ class Report(NamedTuple):
         num_rewinds: Number of rewinds in a row, including this one.
         num_lowers: Number of times that the run was told to lower the learning rate. A run that is
             restored should use a learning rate that was lowered so many times.
+        is_open: Whether the bad steps that are the reason of the action had not ended yet.
         incidents: Incidents in these rows, oldest first; each prints as a sentence.
         rows: The rows since the last call.
         lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
@@ -83,13 +83,81 @@ class Report(NamedTuple):
     batch_ids: list[int]
     num_rewinds: int
     num_lowers: int = 0
+    is_open: bool = False
     incidents: Sequence[Incident] = ()
     rows: Rows = Rows.zeros(0, Names())
     lost_rows: int = 0
 
 
-DECISION = Report._fields[:7]
+DECISION = Report._fields[:8]
 """The fields of a report that are lines of a log and that all processes share."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, and which of them later rows have confirmed.
+
+    Attributes:
+        steps: Indices of the existing checkpoints; None if they were never passed.
+        stale: Existing checkpoints of rows that were replaced after a rewind.
+        good_until: Checkpoints until this step are good; -1 before the first row.
+    """
+
+    def __init__(self):
+        self.steps: set[int] | None = None
+        self.stale, self.good_until = set[int](), -1
+
+    @property
+    def usable(self) -> set[int]:
+        """The checkpoints that are not stale."""
+        return (self.steps or set()) - self.stale
+
+    @property
+    def good_step(self) -> int | None:
+        """The newest good checkpoint, or None."""
+        return max((i for i in self.usable if i <= self.good_until), default=None)
+
+    @property
+    def has_candidate(self) -> bool:
+        """Whether a checkpoint exists that later rows may still confirm."""
+        return any(i > self.good_until for i in self.usable)
+
+    def replace(self, steps: Iterable[int]) -> None:
+        """Set the indices of all existing checkpoints."""
+        self.steps = set(map(int, steps))
+        self.stale &= self.steps
+
+    def rewound(self, step: int) -> None:
+        """Mark the checkpoints after this step as stale, because their rows are replaced."""
+        self.stale |= {i for i in self.steps or () if i > step}
+        self.good_until = min(self.good_until, step)
+
+    def confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
+        """Confirm the checkpoints before the last QUIET consecutive quiet rows.
+
+        `num_quiet` is the number of consecutive quiet rows up to each row.
+        """
+        for t in np.flatnonzero(num_quiet >= QUIET)[-1:]:
+            self.good_until = max(self.good_until, int(steps[t - QUIET + 1]))
+
+
+class Evidence(NamedTuple):
+    """A reason to rewind or to stop.
+
+    Attributes:
+        step: Step at which the evidence is complete.
+        action: "rewind" or "stop".
+        reason: Description.
+        batch_ids: Batches to leave out.
+        first: First step that is bad.
+        is_open: Whether the bad steps have not ended at `step`.
+    """
+
+    step: int
+    action: str
+    reason: str
+    batch_ids: list[int]
+    first: int
+    is_open: bool = False
 
 
 class Policy:
@@ -99,34 +167,29 @@ class Policy:
         events: Lines of the log of a run that continues: its decisions, and its "rewind_to".
         rewind_on_rise: Whether a loss that rises for good, or that has only grown since the start,
             is evidence for a rewind.
+
+    Attributes:
+        last: The last decision.
+        is_pending: Whether the run has not gone back to an earlier step since this decision.
+        confirmed_ids: Batches that were left out, and without which the evidence did not return.
+        explained_until: Reports have said why evidence before this step did not lead to a rewind.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
-        self.rewind_on_rise = rewind_on_rise
+        self.rewind_on_rise, self.checkpoints = rewind_on_rise, Checkpoints()
         self.last, self.is_pending = Report(0, "continue", "", None, [], 0), False
-        self.confirmed_ids = list[int]()  # left out by rewinds after which the run went on
+        self.confirmed_ids, self.explained_until = list[int](), 0
         for event in events:
             self.is_pending = "action" in event
             if self.is_pending:
-                if not self.last.reason.endswith(_GOES_ON):
+                if not self.last.is_open:
                     self.confirmed_ids = self.last.batch_ids
-                fields = (event.get(name, 0) for name in DECISION)
-                self.last = Report(*fields)
-        self.saved, self.stale = set[int](), set[int]()  # `stale` are those of superseded rows
-        self.has_saved = False
-        self.explained_until = 0  # evidence before this step was explained
-        self.good_until = -1  # checkpoints until this step are good: `QUIET` rows follow it
-
-    @property
-    def good_step(self) -> int | None:
-        """The newest checkpoint that exists and that later rows have confirmed."""
-        good = (i for i in self.saved - self.stale if i <= self.good_until)
-        return max(good, default=None)
+                self.last = Report(*(event[name] for name in DECISION))
 
     def rewound(self, step: int) -> None:
-        """Go on from an earlier step, because the run was rewound or restarted."""
-        self.stale |= {i for i in self.saved if i > step}
-        self.good_until, self.is_pending = min(self.good_until, step), False
+        """Continue from an earlier step, because the run was rewound or restarted."""
+        self.checkpoints.rewound(step)
+        self.is_pending = False
         self.explained_until = min(self.explained_until, step)
 
     def update(
@@ -148,37 +211,37 @@ class Policy:
             A report without incidents and rows.
         """
         if saved is not None:
-            self.saved, self.has_saved = set(map(int, saved)), True
-            self.stale &= self.saved
-        if self.good_until < 0:
-            self.good_until = int(min(rows.step, default=-1))  # nothing before it was measured
+            self.checkpoints.replace(saved)
+        if self.checkpoints.good_until < 0 and len(rows.step):
+            self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
         is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
         num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
-        count = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        missing = ""
+        num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
+        no_rewind = ""
+        evidence = _evidence(rows, is_bad, num_rewinds)
         # Of two reasons at the same step, one to rewind wins over one to stop.
-        evidence = sorted(
-            _evidence(rows, is_bad, count), key=lambda x: (x.step, x.action == "stop")
-        )
-        for found in evidence:
+        for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
-                self._confirm(rows.step, num_quiet[rows.step <= found.step])
-                if found.action == "stop" or self.good_step is not None:
-                    self.last, self.is_pending = self._decide(found, count), True
+                self.checkpoints.confirm(rows.step, num_quiet[rows.step <= found.step])
+                if found.action == "stop" or self.checkpoints.good_step is not None:
+                    self.last, self.is_pending = self._decide(found, num_rewinds), True
                 elif found.first >= self.explained_until:
-                    not_passed = "`saved=` was never passed to `Monitor.read`"
-                    why = "no checkpoint is good" if self.has_saved else not_passed
-                    missing = f"{found.reason}; no rewind, because {why}"
+                    no_rewind = f"{found.reason}; no rewind, because {self._why_no_checkpoint()}"
                     self.explained_until = rows.end
-        self._confirm(rows.step, num_quiet)
+        self.checkpoints.confirm(rows.step, num_quiet)
         if self.is_pending:
             return self.last._replace(step=rows.end)
-        has_candidate = any(i > self.good_until for i in self.saved - self.stale)
-        can_save = num_quiet[-1:].sum() >= QUIET and not has_candidate
-        action = "save" if can_save else "continue"
-        left_out, num_lowers = self.last.batch_ids, self.last.num_lowers
-        return Report(rows.end, action, missing, self.good_step, left_out, count, num_lowers)
+        can_save = num_quiet[-1:].sum() >= QUIET and not self.checkpoints.has_candidate
+        return Report(
+            rows.end,
+            "save" if can_save else "continue",
+            no_rewind,
+            self.checkpoints.good_step,
+            self.last.batch_ids,
+            num_rewinds,
+            self.last.num_lowers,
+        )
 
     def replace(self, last: Report, report: Report) -> Report:
         """Continue with a report that a user's function returned; `last` is the decision before."""
@@ -190,101 +253,110 @@ class Policy:
             self.last = report
         return report
 
-    def _decide(self, found: "Evidence", count: int) -> Report:
-        """Return the decision that evidence leads to after `count` rewinds."""
+    def _decide(self, found: Evidence, num_rewinds: int) -> Report:
+        """Return the decision that evidence leads to after a number of rewinds."""
         last, action, reason = self.last, found.action, found.reason
-        has_returned = count > 0 and last.action == "rewind" and found.first < last.step
-        may_go_on = last.reason.endswith(_GOES_ON) and count == 1
-        if action == "rewind" and count > 0 and last.action == "lower":
-            action, reason = "stop", f"{reason}; earlier rewinds did not help"
-        elif action == "rewind" and (count >= MOST_REWINDS or (has_returned and not may_go_on)):
-            action = "lower"
-        left_out = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
+        has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
+        may_continue = last.is_open and num_rewinds == 1
+        if action == "rewind" and num_rewinds > 0:
+            if last.action == "lower":
+                action, reason = "stop", f"{reason}; earlier rewinds did not help"
+            elif num_rewinds >= MOST_REWINDS or (has_returned and not may_continue):
+                action = "lower"
+        batch_ids = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
         if action == "lower" and has_returned:
-            left_out = self.confirmed_ids
+            batch_ids = self.confirmed_ids
             reason += "; it has returned without the batches that were left out"
         elif not has_returned:
             self.confirmed_ids = last.batch_ids
-        num_lowers = last.num_lowers + (action == "lower")
-        facts = action, reason, self.good_step, left_out, count + 1, num_lowers
-        return Report(found.step + 1, *facts)
+        return Report(
+            found.step + 1,
+            action,
+            reason,
+            self.checkpoints.good_step,
+            batch_ids,
+            num_rewinds + 1,
+            last.num_lowers + (action == "lower"),
+            found.is_open,
+        )
 
-    def _confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
-        quiet = np.flatnonzero(num_quiet >= QUIET)[-1:]
-        self.good_until = max([self.good_until, *steps[quiet - QUIET + 1].tolist()])
-
-
-class Evidence(NamedTuple):
-    """A reason to rewind or to stop.
-
-    Attributes:
-        step: Step at which it is known.
-        action: "rewind" or "stop".
-        reason: Description.
-        batch_ids: Batches to leave out.
-        first: First step that is bad.
-    """
-
-    step: int
-    action: str
-    reason: str
-    batch_ids: list[int]
-    first: int
+    def _why_no_checkpoint(self) -> str:
+        """Return why there is no checkpoint to rewind to."""
+        if self.checkpoints.steps is None:
+            return "`saved=` was never passed to `Monitor.read`"
+        return "no checkpoint is good"
 
 
 def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evidence]:
     """Yield all reasons to rewind or to stop."""
-    closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
-    window = np.cumsum(closed) - closed  # without an accumulation, each row is a window
-    is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    has_failed = is_skipped & rows.has(Outcome.GUARD_FAILED)
-    num_bad, num_skipped = _run_lengths(is_bad, closed), _run_lengths(is_skipped, closed)
-    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
-    _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
-    is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * window
-    for action, reason, is_known, num_left_out in (
-        ("rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)),
-        ("stop", "non-finite parameters and no checkpoint to restore", is_fatal, none),
-        ("rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped),
-        ("stop", "guard_failed", has_failed, none),
-        ("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW, none),
-        ("rewind", "replicas differ", differs & (num_rewinds == 0), none),
-        ("stop", "hardware: replicas differ again", differs & (num_rewinds > 0), none),
-    ):
-        for t in np.flatnonzero(is_known):
-            left_out = has_id & (window > window[t] - num_left_out[t]) & (window <= window[t])
-            batch_ids, step = rows.batch_id[left_out].tolist(), int(rows.step[t])
-            first = int(rows.step[max(t + 1 - max(num_left_out[t], 1), 0)])
-            yield Evidence(step, action, f"step {step}: {reason}", batch_ids, first)
-    steps, bad = rows.step[closed], window[is_bad]
+    is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
+    window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
+
+    def batch_ids(first: int, last: int) -> list[int]:
+        return rows.batch_id[has_id & (window >= first) & (window <= last)].tolist()
+
+    for action, reason, is_evidence, num_windows in _single_rows(rows, is_bad, num_rewinds):
+        for t in np.flatnonzero(is_evidence):
+            step, num = int(rows.step[t]), int(num_windows[t])
+            first = int(rows.step[max(t + 1 - max(num, 1), 0)])
+            left_out = batch_ids(window[t] - num + 1, window[t])
+            yield Evidence(step, action, f"step {step}: {reason}", left_out, first)
+    steps, bad = rows.step[is_closed], window[is_bad]
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS:
-            first, last, known = stretch[0], stretch[-1], stretch[-1] + GAP + 1
-            if len(steps) - first >= STUCK * 2**num_rewinds:
-                known = min(known, len(steps) - 1)
+            first, last = int(stretch[0]), int(stretch[-1])
+            known, is_open = last + GAP + 1, False
+            if known >= len(steps) and len(steps) - first >= STUCK * 2**num_rewinds:
+                known, is_open = len(steps) - 1, True
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
                 reason = f"steps {steps[first]} to {steps[last]}: {counts}"
-                reason += _GOES_ON if known <= last + GAP else ""
-                left_out = has_id & (window >= first) & (window <= last)
-                batch_ids = rows.batch_id[left_out].tolist()
-                yield Evidence(int(steps[known]), "rewind", reason, batch_ids, int(steps[first]))
+                reason += ", and they go on" if is_open else ""
+                found = "rewind", reason, batch_ids(first, last), int(steps[first]), is_open
+                yield Evidence(int(steps[known]), *found)
+
+
+def _single_rows(
+    rows: Rows, is_bad: HostArray, num_rewinds: int
+) -> Iterator[tuple[str, str, HostArray, HostArray]]:
+    """Yield the action and the reason of rows that are evidence without others.
+
+    After them, yield which rows are such evidence, and the number of windows up to each row whose
+    batches are left out.
+    """
+    is_closed = ~rows.has(Outcome.ACCUMULATED)
+    is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
+    num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
+    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
+    _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
+    is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
+    yield "rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)
+    yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
+    yield "rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped
+    yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
+    never = f"no window closed in {LONGEST_WINDOW} calls"
+    yield "stop", never, num_open > LONGEST_WINDOW, none
+    if num_rewinds == 0:
+        yield "rewind", "replicas differ", differs, none
+    else:
+        yield "stop", "hardware: replicas differ again", differs, none
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
     """Return which steps were applied although the loss is an outlier or a gradient not finite.
 
     The loss tells whether an outlier of a norm did harm. A loss that rises for good or has only
-    grown since the start of the run may be a value loss, and then this is no fault.
+    grown since the start of the run may be a value loss, and then its rise is no fault.
     """
     limit, is_outlier = np.full(len(rows.step), np.inf), np.zeros(len(rows.step), bool)
     for x in incidents:
-        is_growth = "growth" in x.kinds or "loss" not in x.kinds
-        if not {"nan", "infinity"}.isdisjoint(x.kinds) or "loss" in x.kinds and not is_growth:
+        kinds = {*x.kinds}
+        has_outlier = "loss" in kinds and "growth" not in kinds
+        if has_outlier or kinds & {"nan", "infinity"}:
             is_outlier |= rows.step == x.step
-        if not is_growth or (rewind_on_rise and not {"loss", "risen"}.isdisjoint(x.kinds)):
-            first = x.step - BLOCK if "risen" in x.kinds else x.step - 1
-            is_near = (rows.step > first) & (rows.step < x.step + LASTING)
+        if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
+            first = x.step - BLOCK + 1 if "risen" in kinds else x.step
+            is_near = (rows.step >= first) & (rows.step < x.step + LASTING)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
 
@@ -296,7 +368,7 @@ def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> Hos
 
 
 def agreed(report: Report) -> Report:
-    """Return the report of process 0 in all processes, whose losses and files may differ."""
+    """Return the decision of process 0 in all processes, whose losses and files may differ."""
     if jax.process_count() == 1:
         return report
     from jax.experimental import multihost_utils
@@ -304,6 +376,5 @@ def agreed(report: Report) -> Report:
     text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    decision = Report(*json.loads(np.asarray(sent, np.uint8).tobytes()))
-    found = {name: getattr(report, name) for name in ("incidents", "rows", "lost_rows")}
-    return decision._replace(**found)
+    decision = json.loads(np.asarray(sent, np.uint8).tobytes())
+    return report._replace(**dict(zip(DECISION, decision, strict=True)))

@@ -26,9 +26,10 @@ from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree
+from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
-from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
+from ..norms._leaves import Leaves, checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
@@ -221,6 +222,28 @@ def watch(
     )
 
 
+class Units(NamedTuple):
+    """The leaves that are measured in one call, and which of their elements share a norm.
+
+    Attributes:
+        gradient: Measured leaves of the gradient.
+        groups: Their norm groups.
+        trainable: The mask of measured leaves.
+        params: Parameters, to which the mask may be applied.
+        axis_name: Mapped axes over which every leaf is sharded.
+    """
+
+    gradient: Leaves
+    groups: NormGroups
+    trainable: Mask
+    params: Tree | None
+    axis_name: AxisName
+
+    def leaves_of(self, tree: Tree) -> list[Array]:
+        """Return the measured leaves of a tree with the structure of the gradient."""
+        return self.gradient.leaves_like(mask_leaves(self.trainable, tree, self.params))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatchUpdate(InPlaceUpdate):
     """The `update` function of `watch`.
@@ -249,10 +272,10 @@ class WatchUpdate(InPlaceUpdate):
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the inner transformation, and the state with a new row."""
-        self._check(updates, state, params)
+        units = self._units(updates, state, params)
         output, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
-        step = self._measure_step(output, params) if self.with_step else None
-        return output, self._record(updates, step, state, inner_state, params, extra_args)
+        step = self._measure_step(units, output, params)
+        return output, self._record(units, step, state, inner_state, extra_args)
 
     @named("watch")
     def apply(
@@ -263,67 +286,56 @@ class WatchUpdate(InPlaceUpdate):
         if not isinstance(update, InPlaceUpdate):
             updates, state = self(grads, state, params, **extra_args)
             return apply_updates(params, updates), state, observe and observe(updates, params)
-        self._check(grads, state, params)
+        units = self._units(grads, state, params)
 
         def measure(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
-            step = self._measure_step(updates, params) if self.with_step else None
-            return step, observe and observe(updates, params)
+            return self._measure_step(units, updates, params), observe and observe(updates, params)
 
         given = grads, state.inner_state, params, extra_args
         new, inner_state, (step, measured) = update.apply(*given, measure)
         if step is not None:
             # If the inner transformation did not run, only the parameters are measured.
             has_run = is_applied(outcome_of(inner_state))
-            step = lax.cond(has_run, lambda _: step, self._measure_unchanged, new)
-        return new, self._record(grads, step, state, inner_state, params, extra_args), measured
+            unchanged = functools.partial(sums_of_params, units)
+            step = lax.cond(has_run, lambda _: step, unchanged, units.leaves_of(new))
+        return new, self._record(units, step, state, inner_state, extra_args), measured
 
-    def _check(self, grads: Tree, state: Tree, params: Tree | None) -> None:
-        """Raise if the state or the structure of the parameters is wrong."""
+    def _units(self, grads: Tree, state: Tree, params: Tree | None) -> Units:
+        """Check the arguments, and select the leaves that are measured."""
         check_state(state, WatchState)
         if params is not None or self.with_step:
             check_params(grads, params)
+        masked = mask_leaves(self.trainable, grads, params)
+        leaves = checked_leaves("updates", masked)
+        groups = self.granularity.partition(leaves.arrays, masked)
+        return Units(leaves, groups, self.trainable, params, self.axes[0])
 
-    def _leaves(self, tree: Tree, like: Tree, params: Tree | None) -> list[Array]:
-        """Return the leaves of a tree that are measured, which are the inexact leaves of `like`."""
-        own = checked_leaves("updates", mask_leaves(self.trainable, like, params))
-        return own.leaves_like(mask_leaves(self.trainable, tree, params))
+    def _measure_step(self, units: Units, updates: Tree, params: Tree) -> Array | None:
+        """Return the sums of squares of updates and parameters, or None if they are not measured.
 
-    def _measure_step(self, updates: Tree, params: Tree) -> Array:
-        """Return the sums of the squares of updates and parameters for each norm group."""
-        columns = (self._leaves(tree, updates, params) for tree in (updates, params))
-        return sums_of_step(*columns, **self._groups(updates, params))
-
-    def _measure_unchanged(self, params: Tree) -> Array:
-        """Return the same sums for parameters that do not change."""
-        leaves = self._leaves(params, params, params)
-        return sums_of_params(leaves, **self._groups(params, params))
-
-    def _groups(self, tree: Tree, params: Tree | None) -> dict[str, Any]:
-        """Return the norm groups and the mesh axes of a tree, as keyword arguments."""
-        masked = mask_leaves(self.trainable, tree, params)
-        groups = self.granularity.partition(checked_leaves("updates", masked).arrays, masked)
-        return {"groups": groups, "axis_name": self.axes[0]}
+        The array is float[groups, 2].
+        """
+        if not self.with_step:
+            return None
+        return sums_of_step(units, units.leaves_of(updates), units.leaves_of(params))
 
     def _record(
         self,
-        grads: Tree,
+        units: Units,
         step: Array | None,
         state: WatchState,
         inner_state: Tree,
-        params: Tree | None,
         extra_args: ExtraArgs,
     ) -> WatchState:
         """Measure the gradient, and write a row with the outcome of the call."""
         axis_name, replica_axis = self.axes
-        groups = self._groups(grads, params)
-        sums = sums_of_gradient(self._leaves(grads, grads, params), **groups)
-        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, groups["groups"])
-        found = metrics(inner_state)
+        sums = sums_of_gradient(units)
+        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, units.groups)
         # The gradient was multiplied by the loss scale before the call.
-        scale = metrics(state.inner_state).get("loss_scale", 1)
-        table /= jnp.array([[1, scale, 1, 1]], jnp.float32)
+        table /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(table[:, -1], replica_axis, phase)
+        found = metrics(inner_state)
         outcome = _outcome(inner_state, extra_args, found, self.with_step)
         outcome |= jnp.where(differs, int(Outcome.REPLICA_DIFFERS), 0)
         loss, batch_id = loss_of(extra_args, axis_name), extra_args.get("batch_id")
@@ -361,22 +373,20 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
 
-def sums_of_gradient(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
+def sums_of_gradient(units: Units) -> Array:
     """Return the number of non-finite elements and the sum of squares of each norm group.
 
     The result is float[groups, 2].
     """
-    dtype = norm_dtype(leaves)
+    dtype = norm_dtype(units.gradient.arrays)
 
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
         return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
+    return _sums_of_groups(units, terms, units.gradient.arrays)
 
 
-def sums_of_step(
-    updates: Sequence[Array], params: Sequence[Array], *, groups: NormGroups, axis_name: AxisName
-) -> Array:
+def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]) -> Array:
     """Return the sums of squares of updates and parameters of each norm group, float[groups, 2].
 
     The update is measured as `(p + u) - p` with the sum rounded to the dtype of the parameters,
@@ -392,28 +402,27 @@ def sums_of_step(
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
         return _sums(axes, squares(new - old, dtype), squares(old, dtype))
 
-    return _sums_of_groups(terms, updates, params, groups=groups, axis_name=axis_name)
+    return _sums_of_groups(units, terms, updates, params)
 
 
-def sums_of_params(leaves: Sequence[Array], *, groups: NormGroups, axis_name: AxisName) -> Array:
-    """Return the result of `sums_of_step` for updates of zero."""
-    dtype = norm_dtype(leaves)
+def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
+    """Return the result of `sums_of_step` for updates of zero, which it does not read."""
+    dtype = norm_dtype(params)
 
     def terms(p: Array, axes: tuple[int, ...]) -> Array:
         total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
         return jnp.stack([jnp.zeros_like(total), total], -1)
 
-    return _sums_of_groups(terms, leaves, groups=groups, axis_name=axis_name)
+    return _sums_of_groups(units, terms, params)
 
 
-def _sums_of_groups(
-    terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
-) -> Array:
+def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
     """Return two sums for each norm group; `terms` returns those of a leaf."""
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
     # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-    return fusion_barrier(table_of_sums(terms, *columns, groups=groups, axis_name=axis_name))
+    sums = table_of_sums(terms, *columns, groups=units.groups, axis_name=units.axis_name)
+    return fusion_barrier(sums)
 
 
 def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
@@ -456,6 +465,12 @@ def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Sc
 
     none = jnp.bool_(False), jnp.int32(0)
     return lax.cond(phase == 0, compare, lambda _: none, norms) if axis_name else none
+
+
+def _loss_scale(state: Tree) -> Array | int:
+    """Return the loss scale in a state; 1 without `dynamic_loss_scale`."""
+    found = find_states(state, LossScaleState)
+    return jnp.asarray(found[0][1].loss_scale) if found else 1
 
 
 def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:

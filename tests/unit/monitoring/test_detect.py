@@ -1,14 +1,11 @@
 """Detection of faults in rows, without a device."""
 
-import json
 import time
 
 import numpy as np
 import pytest
 
-from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._detect import Detector, from_lines
-from gradclip_jax.monitoring._log import to_json
+from gradclip_jax.monitoring._detect import Detector
 from gradclip_jax.monitoring._rows import MEASURED, Names, Outcome, Rows
 
 STEPS, UNITS, AT = 400, 5, 300
@@ -179,7 +176,7 @@ def test_a_loss_whose_sign_changes_has_not_risen():
     assert not any("risen" in x.kinds for x in Detector(Names()).update(lone_rows(loss)))
 
 
-@pytest.mark.parametrize(("factor", "steps"), [(0.0, [50]), (1e-4, [249]), (0.1, [])])
+@pytest.mark.parametrize(("factor", "steps"), [(0.0, [249]), (1e-4, [249]), (0.1, [])])
 def test_a_clip_that_starves_the_optimizer_is_reported_once(factor, steps):
     names = Names(clips=("clip_factor",))
     rows = Rows.zeros(400, names)
@@ -221,8 +218,3 @@ def test_units_that_are_logged_every_50_rows_are_not_zero_in_between():
     rows.norms[np.arange(STEPS) % 50 > 0, :, 1:] = 0
     rows.outcome[np.arange(STEPS) % 50 > 0] &= ~int(Outcome.HAS_UNITS)
     assert not Detector(names).update(rows)
-
-
-def test_an_incident_in_a_log_is_the_same():
-    found = Incident(7, ("loss",), "step 7: applied, loss 9", loss_threshold=np.inf)
-    assert from_lines([{"step": 7}, json.loads(json.dumps(to_json(found._asdict())))]) == [found]

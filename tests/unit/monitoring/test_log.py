@@ -13,8 +13,9 @@ import pytest
 
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
+from gradclip_jax.monitoring._lines import to_incidents, to_lines, to_rows
 from gradclip_jax.monitoring._log import read_lines, to_json
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows, to_lines, to_rows
+from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"))
 ALL = Outcome.APPLIED | Outcome.CLIPPED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID
@@ -149,20 +150,25 @@ def of_steps(steps):
             [0, 1],
             "2 of 4 rows were replaced by later rows; the steps go back 1 time",
         ),
-        # late lines, and lines with other numbers of the same step
-        (of_steps([0, 2, 1, 3]), [0, 1, 2, 3], [0, 2, 1, 3], ""),
+        # lines with other numbers of the same step
         (
             [*of_steps([0, 1]), {"step": 0, "norm": 5.0}, {"step": 1, "norm": 6.0}],
             [0, 1],
             [0, 1],
             "",
         ),
-        # resumed with other steps: more than 8 rows back
+        # resumed with other steps
         (
             of_steps([*range(0, 200, 10), 55, 65]),
             [*range(0, 60, 10), 55, 65],
             [*range(6), 20, 21],
             "14 of 22 rows were replaced by later rows; the steps go back 1 time",
+        ),
+        (
+            of_steps([0, 2, 1, 3]),
+            [0, 1, 3],
+            [0, 2, 3],
+            "1 of 4 rows were replaced by later rows; the steps go back 1 time",
         ),
         *(
             (
@@ -183,7 +189,7 @@ def of_steps(steps):
         ([{"loss": 1.0, "action": "left", "sentence": "hello", "outcome": "win"}], [0], [1], ""),
     ],
 )
-def test_steps_that_are_repeated_late_or_unknown(log, steps, losses, remark):
+def test_steps_that_are_repeated_or_unknown(log, steps, losses, remark):
     monitor = read_log(log)
     assert (monitor.rows.step.tolist(), monitor.rows.loss.tolist()) == (steps, losses)
     assert monitor.rows.has(Outcome.APPLIED).all()
@@ -304,3 +310,9 @@ def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
     log = [*({"step": i, "loss": 1.0} for i in range(9)), incident]
     rows, _ = read([{f"g/{key}": x for key, x in line.items()} for line in log])
     assert rows.step.tolist() == list(range(9)) and rows.loss[4] == 1
+
+
+def test_an_incident_in_a_log_is_the_same():
+    found = Incident(7, ("loss",), "step 7: applied, loss 9", loss_threshold=np.inf)
+    line = json.loads(json.dumps(to_json(found._asdict())))
+    assert to_incidents([{"step": 7, "sentence": "of another trainer"}, line]) == [found]

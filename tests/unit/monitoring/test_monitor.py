@@ -210,17 +210,6 @@ def test_rows_with_equal_norms_and_another_loss_are_new():
     assert monitor.read(state(3.0)).rows.loss.tolist() == [3.0]
 
 
-def test_a_policy_of_the_user_replaces_the_action(tmp_path):
-    def policy(report):
-        is_high = (report.rows.loss > 95).all()
-        return report._replace(action="stop", reason="high") if is_high else report
-
-    path = tmp_path / "run.jsonl"
-    monitor = gcx.Monitor(PARAMS, log=path, policy=policy)
-    assert monitor.read(train(TX.init(PARAMS), 0, 4)).action == "stop"
-    assert [x["action"] for x in lines_of(path) if "action" in x] == ["stop"]
-
-
 def test_no_row_is_lost_after_a_rewind_over_more_rows_than_the_monitor_keeps(tmp_path):
     path, early = tmp_path / "run.jsonl", train(TX.init(PARAMS), 0, 40)
     line = {"outcome": "applied", "loss": 1.0}

@@ -155,33 +155,16 @@ def test_batches_that_were_not_the_cause_are_given_back_and_the_learning_rate_is
     assert run.last.num_lowers == 1 and "earlier rewinds did not help" in run.last.reason
 
 
-def test_a_stretch_that_goes_on_after_a_rewind_is_left_out_before_the_learning_rate_is_lowered():
-    run, actions = Run(saved=[0]), []
-    for count in (82, 114, 178):
-        actions.append(run.read(count, bad=range(50, 178)))
-        run.rewind()
-    assert actions == ["rewind", "rewind", "lower"] and run.last.batch_ids == []
-
-
-def test_other_batches_are_left_out_each_time_and_the_fourth_evidence_lowers():
-    run, actions = Run(saved=[0]), []
-    for step in (50, 100, 150, 200):
-        actions.append(run.read(step + 12 - run.step, bad=range(step, step + 3)))
-        run.rewind(leave_out=False)
-    assert actions == ["rewind", "rewind", "rewind", "lower"] and len(run.last.batch_ids) == 12
-
-
-@pytest.mark.parametrize(("saved", "why"), [(None, "never passed"), ([], "no checkpoint is good")])
-def test_a_report_says_once_why_there_is_no_rewind(saved, why):
-    run = Run(saved=saved)
-    assert run.read(70, bad=[50, 51, 52]) == "continue" and why in run.last.reason
-    assert run.read(70) == "save" and run.last.reason == ""
-
-
-def test_a_stretch_that_went_on_at_the_rewind_may_go_on_once_with_the_batches_that_follow():
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_stretch_that_was_open_at_the_rewind_may_continue_once(restarts):
     run = Run(saved=[0])
     assert run.read(82, bad=range(50, 82)) == "rewind" and len(run.last.batch_ids) == 32
-    run.rewind()
+    if restarts:
+        decision = json.loads(json.dumps(dict(zip(DECISION, run.last, strict=False))))
+        run = Run(saved=[0], events=[decision, {"rewind_to": 0}])
+        run.offset = 32
+    else:
+        run.rewind()
     assert run.read(87, bad=range(50, 78)) == "rewind" and len(run.last.batch_ids) == 32 + 28
     run.rewind()
     assert run.read(87, bad=range(50, 78)) == "lower" and run.last.batch_ids == []
