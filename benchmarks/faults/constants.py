@@ -1,9 +1,9 @@
 """Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER [--longest 9000]
+    python -m benchmarks.faults.constants FOLDER
 
-The logs and the counts are those of `benchmarks.faults.logs`; longer logs are left out. Each
-constant is halved and doubled. "Actions" are logs with an obvious onset that lead to an action,
+The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled.
+"Actions" are logs with an obvious onset that lead to an action,
 with `rewind_on_rise` and without it; "for nothing" are healthy logs, and logs of PPO without it.
 """
 
@@ -60,13 +60,12 @@ def measure(logs, incidents):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--longest", type=int, default=9000)
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels, logs, usual = json.loads((HERE / "labels.json").read_text()), [], []
     for name, entry in sorted(labels.items()):
         lines = read(args.folder, name, sources[name])
-        if 0 < len(lines) <= args.longest:
+        if lines:
             rows, _, found = detect(lines)
             logs.append((entry, np.array([x["step"] for x in lines]), lines, rows))
             usual.append(found)
