@@ -1,77 +1,87 @@
-"""Measures what goes wrong without each constant of the detector, on labelled public logs.
+"""Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER [--longest 2000]
+    python -m benchmarks.faults.constants FOLDER
 
-The logs and the counts are those of `benchmarks.faults.logs`; longer logs are left out. Each row
-changes one constant to a value that disables it.
+The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled.
+"Actions" are logs with an obvious onset that lead to an action,
+with `rewind_on_rise` and without it; "for nothing" are healthy logs, and logs of PPO without it.
 """
 
 import argparse
 import json
-import math
 import pathlib
 
 import numpy as np
 
 from benchmarks._report import table
-from benchmarks.faults.logs import HERE, count, read
-from gradclip_jax.monitoring import _detect, _outliers
-from gradclip_jax.monitoring._lines import to_rows
-from gradclip_jax.monitoring._log import read_lines
+from benchmarks.faults.logs import HERE, count, detect, first_action, read
+from gradclip_jax.monitoring import _detect, _outliers, _policy
 
-CHANGES = {
-    # name: the changed value, or the changed entry of a dictionary
-    "none": {},
-    "WINDOW": 32,
-    "HISTORY": 128,
-    "WIDTH": {"tree": 0.0, "other": 0.0},
-    "TAIL": {"tree": math.inf, "other": math.inf},
-    "RATIO": {"tree": 1.0, "part": 1.0, "loss": 1.0},
-    "BLOCK": 4,
-    "RISE": 1.1,
-    "NUM_ROUTINE": 0,
-    "STREAKS": {"zero": 1},
-    "EXPLODED": math.inf,
-    "UNLEARNED": 0,
-    "PERIOD": 1,
-}
+DETECTOR = (
+    *("WINDOW", "HISTORY", "PERIOD", "BLOCK", "RISE", "EXPLODED", "UNLEARNED", "NUM_ROUTINE"),
+    *("WIDTH tree", "WIDTH other", "TAIL tree", "TAIL other"),
+    *("RATIO tree", "RATIO part", "RATIO loss", "STREAKS zero"),
+)
+POLICY = "QUIET", "BAD_ROWS", "GAP", "STUCK", "LASTING", "FORGET", "MOST_REWINDS"
 """`STARVING` and the streak of clips need the factors of a clip, which these logs do not have."""
 
 
-def set_constant(name, value):
-    """Change a constant in the modules that use it, and return the old value of each."""
-    old = {}
-    for module in (_outliers, _detect):
+def scale(constant, factor):
+    """Scale a constant in the modules that use it, and return what undoes it and the new value."""
+    name, *entry = constant.split()
+    undo, new = [], None
+    for module in (_outliers, _detect, _policy):
         if hasattr(module, name):
-            before = old[module] = getattr(module, name)
-            setattr(module, name, before | value if isinstance(value, dict) else value)
-    return old
+            old = getattr(module, name)
+            undo.append((module, name, old))
+            value = old[entry[0]] if entry else old
+            # The ratios are compared with 1.
+            is_ratio = name in ("RISE", "RATIO", "EXPLODED")
+            new = value**factor if is_ratio else type(value)(value * factor)
+            setattr(module, name, {**old, entry[0]: new} if entry else new)
+    return undo, new
+
+
+def measure(logs, incidents):
+    """Count what the incidents of all logs find, and the logs that lead to an action."""
+    total, actions, healthy = np.zeros((4, 2), int), np.zeros(2, int), 0
+    for (entry, steps, _, rows), found in zip(logs, incidents, strict=True):
+        own = count(np.array([x.step for x in found], int), steps, entry)
+        total += own
+        acts = [first_action(rows, found, rewind_on_rise=x)[0] != "none" for x in (True, False)]
+        actions += np.array(acts) * (own[1, 1] > 0)
+        healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
+    keys = "obvious incidents", "obvious onsets", "within 12 rows"
+    cells = {key: f"{a} of {b}" for key, (a, b) in zip(keys, total[:3], strict=True)}
+    cells |= {"false events": total[3, 0], "actions": "{}, {}".format(*actions)}
+    return cells | {"for nothing": healthy}, total[3, 1]
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--longest", type=int, default=2000)
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
-    labels, logs, results = json.loads((HERE / "labels.json").read_text()), [], []
+    labels, logs, usual = json.loads((HERE / "labels.json").read_text()), [], []
     for name, entry in sorted(labels.items()):
-        lines = read(args.folder, name, sources[name], has_network=False)
-        if 0 < len(lines) <= args.longest:
-            steps = np.array([x["step"] for x in lines])
-            logs.append((entry, steps, *to_rows(read_lines(lines))[:2]))
-    for name, value in CHANGES.items():
-        old, total = set_constant(name, value), np.zeros((4, 2), int)
-        for entry, steps, rows, names in logs:
-            found = [x.step for x in _detect.Detector(names).update(rows)]
-            total += count(np.flatnonzero(np.isin(steps, found)), steps, entry)
-        for module, before in old.items():
-            setattr(module, name, before)
-        cells = [f"{part} of {number}" for part, number in total[:3]]
-        keys = "obvious incidents", "obvious onsets", "within 12 rows"
-        row = {"constant": name, "changed to": str(value)} | dict(zip(keys, cells, strict=True))
-        results.append(row | {"false events": total[3, 0], "healthy rows": total[3, 1]})
-        print(table(results[-1:]).splitlines()[-1], flush=True)
+        lines = read(args.folder, name, sources[name])
+        if lines:
+            rows, _, found = detect(lines)
+            logs.append((entry, np.array([x["step"] for x in lines]), lines, rows))
+            usual.append(found)
+    cells, healthy = measure(logs, usual)
+    results = [{"constant": "none", "changed to": ""} | cells]
+    print(healthy, "healthy rows;", results[0], flush=True)
+    for constant in (*DETECTOR, *POLICY):
+        for factor in (0.5, 2):
+            undo, new = scale(constant, factor)
+            found = usual if constant in POLICY else [detect(x[2])[2] for x in logs]
+            cells = measure(logs, found)[0]
+            for change in undo:
+                setattr(*change)
+            row = {"constant": f"`{constant}`", "changed to": f"{new:.3g}"}
+            results.append(row | cells)
+            print(table(results[-1:]).splitlines()[-1], flush=True)
     print(table(results))
 
 

@@ -24,6 +24,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import re
 import urllib.request
 
 import numpy as np
@@ -33,35 +34,47 @@ from gradclip_jax.monitoring._detect import Detector
 from gradclip_jax.monitoring._lines import to_rows
 from gradclip_jax.monitoring._log import read_lines
 from gradclip_jax.monitoring._policy import Policy
-from gradclip_jax.monitoring._rows import Rows
 
 TOLERANCE, GAP, SOON, EVERY, SAVE_EVERY = 2, 8, 12, 25, 100
+GITHUB = "https://raw.githubusercontent.com"
 HERE = pathlib.Path(__file__).parent
 KEYS = {"step": "step", "loss": "loss", "gradient_norm": "grad_norm"}
 
 
 def olmo_core(values):
-    """OLMo-core: 6 standard deviations above the mean of at least 64 of the last 128 values."""
+    """OLMo-core's `SkipStepOptimizer`: 6 standard deviations from the mean of the last 128 values.
+
+    github.com/allenai/OLMo-core, 067267c, src/olmo_core/optim/skip_step_optimizer.py. It needs 64
+    values. Values that are not finite are left out of the mean, as in its later versions.
+    """
     for t in range(len(values)):
         past = values[max(t - 128, 0) : t]
         past = past[np.isfinite(past)]
-        yield len(past) >= 64 and values[t] > past.mean() + 6 * past.std()
+        yield len(past) >= 63 and abs(values[t] - past.mean()) > 6 * past.std(ddof=1)
 
 
 def lightning(values):
-    """Lightning's `SpikeDetection`: 2 times its distance from the mean of the last 10 others."""
-    usual = values[:1]
+    """Lightning's `SpikeDetection`: 2 times its mean away from the mean of the last 10 others.
+
+    github.com/Lightning-AI/pytorch-lightning, 0c94c0e, src/lightning/fabric/utilities/spike.py. A
+    value that is not above the last other one is no spike.
+    """
+    usual = np.zeros(0)
     for value in values:
-        is_spike = value > usual[-1] and value - usual.mean() > 2 * abs(usual.mean())
+        mean = usual.mean() if len(usual) else np.inf
+        is_spike = len(usual) > 0 and value > usual[-1] and abs(value - mean) >= 2 * abs(mean)
         usual = usual if is_spike or not np.isfinite(value) else np.append(usual, value)[-10:]
         yield is_spike
 
 
 def megatron(values):
-    """Megatron's rerun machine: 10 times the largest of the first 100 values."""
-    return np.arange(len(values)) >= 100, values > 10 * values[:100][
-        np.isfinite(values[:100])
-    ].max()
+    """Megatron's rerun machine: 10 times the largest of the first 100 finite magnitudes.
+
+    github.com/NVIDIA/Megatron-LM, 00caa53, megatron/core/rerun_state_machine.py.
+    """
+    is_finite = np.isfinite(values)
+    largest = abs(values[is_finite][:100]).max()
+    return (np.cumsum(is_finite) > 100) & (abs(values) >= 10 * largest)
 
 
 def twice(values):
@@ -80,28 +93,27 @@ def alarms(rule, columns):
     found = np.zeros(len(columns[0]), bool)
     for values in columns:
         if np.isfinite(values).any():
-            is_alarm = rule(values)
-            is_alarm = np.all(is_alarm, 0) if isinstance(is_alarm, tuple) else list(is_alarm)
-            found |= ~np.isfinite(values) | is_alarm
+            found |= ~np.isfinite(values) | np.array([*rule(values)], bool)
     return np.flatnonzero(found)
 
 
-def replay(lines):
-    """The rows of incidents, and the first action by the default policy and with every rise."""
+def detect(lines):
+    """The rows, names and incidents of a log."""
     # Some logs have the rows of a restart appended, with the same steps.
     rows, names, _ = to_rows(read_lines([x | {"step": i} for i, x in enumerate(lines)]))
-    detector, kept, found = Detector(names), Rows.zeros(0, names), []
-    policies, first = [Policy(), Policy(rewind_on_rise=True)], [("none", len(rows.step))] * 2
+    return rows, names, Detector(names).update(rows)
+
+
+def first_action(rows, incidents, **options):
+    """The first action other than to save, and its row."""
+    policy = Policy(**options)
     for start in range(0, len(rows.step), EVERY):
-        part = rows.take(slice(start, start + EVERY))
-        kept, found = Rows.concatenate([kept.take(slice(-1024, None)), part]), [*found]
-        found += detector.update(part)
-        saved = range(0, part.end + 1, SAVE_EVERY)
-        for i, policy in enumerate(policies):
-            action = policy.update(kept, found[-1024:], start, saved).action
-            if first[i][0] == "none" and action not in ("continue", "save"):
-                first[i] = action, policy.last.step - 1
-    return np.array([x.step for x in found], int), first
+        kept = rows.take(slice(max(start + EVERY - 1024, 0), start + EVERY))
+        found = [x for x in incidents if kept.step[0] <= x.step < kept.end]
+        action = policy.update(kept, found, start, range(0, kept.end + 1, SAVE_EVERY)).action
+        if action not in ("continue", "save"):
+            return action, policy.last.step - 1
+    return "none", len(rows.step)
 
 
 def parts(labels, steps):
@@ -144,18 +156,26 @@ def wilson(found, total):
     return f"{found} of {total}, {low:.0f} to {high:.0f} %"
 
 
-def fetch(name, source, path):
+def fetch(name, source, path, server):
     """Download a log, and keep its rows with six significant digits."""
-    address = "https://raw.githubusercontent.com/{repository}/{commit}/{path}".format(**source)
+    address = f"{server}/" + "{repository}/{commit}/{path}".format(**source)
     original = path.with_name(f"{name}-{pathlib.Path(source['path']).name}")
     with urllib.request.urlopen(address, timeout=60) as answer:
         original.write_bytes(answer.read())
+    if "pattern" in source:  # for logs of text
+        lines = [x.groupdict() for x in re.finditer(source["pattern"], original.read_text())]
+    else:
+        lines = [{k: v for k, v in x.items() if v != ""} for x in read_lines(original)]
+        # AlgoPerf leaves NaN empty; rows with other values are those of an evaluation.
+        lines = [dict.fromkeys(KEYS, "nan") | x for x in lines if "loss" in x or len(x) == 1]
     first = source.get("first_row", 1) - 1
-    lines = [
-        {new: float(f"{float(x[old]):.6g}") for old, new in KEYS.items() if old in x}
-        for x in read_lines(original)[first : first + source["rows"]]
-    ]
-    path.write_text("".join(json.dumps(x) + "\n" for x in lines if "step" in x))
+    rows = lines[first : first + source["rows"]]
+    if "first_step" in source:  # for logs without steps, or with other ones than the labels
+        rows = [x | {"step": i} for i, x in enumerate(rows, source["first_step"])]
+    has_norm = any(x.get("gradient_norm", "nan") != "nan" for x in rows)
+    keys = {old: new for old, new in KEYS.items() if has_norm or new != "grad_norm"}
+    rows = [{new: float(f"{float(x[old]):.6g}") for old, new in keys.items()} for x in rows]
+    path.write_text("".join(json.dumps(x) + "\n" for x in rows))
 
 
 def checksum(lines):
@@ -164,11 +184,11 @@ def checksum(lines):
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
 
 
-def read(folder, name, source, has_network):
+def read(folder, name, source, server=""):
     """The lines of a log, whose checksum is compared."""
     paths = [*folder.rglob(f"{name}.jsonl")] or [folder / f"{name}.jsonl"]
-    if not paths[0].exists() and has_network and source.get("path"):
-        fetch(name, source, paths[0])
+    if not paths[0].exists() and server and source.get("path"):
+        fetch(name, source, paths[0], server)
     if not paths[0].exists():
         return []
     lines = [json.loads(line) for line in paths[0].open()]
@@ -180,7 +200,7 @@ def read(folder, name, source, has_network):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--fetch", action="store_true")
+    parser.add_argument("--fetch", nargs="?", const=GITHUB, default="", metavar="ADDRESS")
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels = json.loads((HERE / "labels.json").read_text())
@@ -196,14 +216,16 @@ def main():
             np.array([x.get(k) if x.get(k) is not None else np.nan for x in lines], float)
             for k in ("loss", "grad_norm")
         ]
-        found, (default, on_rise) = replay(lines)
+        rows, _, incidents = detect(lines)
+        found = np.array([x.step for x in incidents], int)
         totals["gradclip_jax"] += (own := count(found, steps, entry))
         for rule, of_values in RULES.items():
             totals[rule] += count(alarms(of_values, columns), steps, entry)
         cells = {"log": name, "class": entry["class"], "rows": len(steps)}
         for key, (part, total) in zip(("incidents", "onsets", "soon", "false"), own, strict=True):
             cells[key] = f"{part} of {total}" if key != "false" else part
-        cells |= {"action": "{} {}".format(*default), "on every rise": "{} {}".format(*on_rise)}
+        for key, rise in (("action", False), ("on every rise", True)):
+            cells[key] = "{} {}".format(*first_action(rows, incidents, rewind_on_rise=rise))
         logs.append(cells)
     print(table(logs))
     rows = []
