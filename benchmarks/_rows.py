@@ -1,4 +1,7 @@
-"""The training steps that are measured: ours beside Optax's counterpart, around AdamW."""
+"""The training steps that are measured: ours beside Optax's counterpart and a step with nothing.
+
+All use AdamW.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,8 +104,10 @@ def _then_adamw(clip: Any) -> Any:
 
 
 _OPTAX_CLIP = _then_adamw(optax.clip_by_global_norm(1.0))
+NOTHING = "nothing"
+"""The entry of `OPTAX` that only has the loss, the gradient and AdamW."""
 OPTAX = {
-    "AdamW alone": _updated(_ADAMW),
+    NOTHING: _updated(_ADAMW),
     "clip_by_global_norm": _updated(_OPTAX_CLIP),
     "clip_by_block_rms": _updated(_then_adamw(optax.clip_by_block_rms(1.0))),
     "adaptive_grad_clip": _updated(_then_adamw(optax.adaptive_grad_clip(0.01))),

@@ -16,7 +16,7 @@ import jax
 
 from benchmarks import _report
 from benchmarks._models import MODELS, Model, gpt, ppo
-from benchmarks._rows import OPTAX, ROWS, Maker, Step
+from benchmarks._rows import NOTHING, OPTAX, ROWS, Maker, Step
 from benchmarks.compiled import _devices, _sharded
 from benchmarks.compiled._hlo import Counts, describe_collectives
 
@@ -34,6 +34,8 @@ GOALS = {
     "scratch, N": (1.0, 0.1),
     "trace + compile, s": (1.15, 0.0),
 }
+# Columns with the ratio of ours to a step with nothing.
+BESIDE_NOTHING = {"bytes / nothing": "bytes, N", "launches / nothing": "launches"}
 GOALS_OF = {"PPO": {"launches": (1.05, 0.0)}}
 
 
@@ -75,10 +77,8 @@ def chosen(platform: str, only: list[str]) -> Iterator[tuple[str, str, str, Make
                 for name, row in ROWS.items()
                 if all(_matches((device, title, name), part) for part in only)
             }
-            counterparts = {row.theirs for row in fits.values()} | (
-                {"AdamW alone"} if fits else set()
-            )
-            for name in (name for name in OPTAX if name in counterparts):
+            counterparts = {row.theirs for row in fits.values()} | {NOTHING}
+            for name in (name for name in OPTAX if fits and name in counterparts):
                 yield device, title, f"optax {name}", OPTAX[name]
             for name, row in fits.items():
                 yield device, title, f"gcx {name}", row.ours
@@ -104,7 +104,7 @@ def main() -> None:
     versions[package] = metadata.version(package)
     commit = _report.commit()
     records: Record = json.loads(options.results.read_text()) if options.results.exists() else {}
-    measure(OPTAX["AdamW alone"](ppo()), ppo(), platform)  # starts the compiler
+    measure(OPTAX[NOTHING](ppo()), ppo(), platform)  # starts the compiler
     for device, title, name, maker in chosen(platform, options.only):
         key = f"{device}: {title}: {name}"
         # Optax's is the same at every commit of ours.
@@ -148,10 +148,11 @@ def write_tables(records: Record) -> None:
 
 
 def _rows(records: Record, prefix: str) -> Iterator[Record]:
-    alone = records.get(f"{prefix}: optax AdamW alone")
+    alone = records.get(f"{prefix}: optax {NOTHING}")
     if alone:
-        columns = _columns(alone, "")
-        yield {"step": "AdamW alone"} | {goal: f"{columns[goal]:.4g}" for goal in GOALS}
+        nothing = _columns(alone, "")
+        cells = {goal: f"{nothing[goal]:.4g}" for goal in GOALS}
+        yield {"step": NOTHING} | cells | dict.fromkeys(BESIDE_NOTHING, "1")
     for name, row in ROWS.items():
         pair = [records.get(f"{prefix}: {x}") for x in (f"gcx {name}", f"optax {row.theirs}")]
         for phase in ("held", "emitted") if row.accumulates else ("",):
@@ -161,6 +162,8 @@ def _rows(records: Record, prefix: str) -> Iterator[Record]:
                 columns = {"step": f"`{name}` {phase}".strip()}
                 model = prefix.split(": ")[1]
                 columns |= {goal: cell(goal, ours[goal], theirs[goal], model) for goal in GOALS}
+                for title, column in BESIDE_NOTHING.items() if alone else ():
+                    columns[title] = f"{ours[column] / nothing[column]:.3f}"
                 if theirs["collectives"] != "none":
                     columns["collectives"] = f"{ours['collectives']} / {theirs['collectives']}"
                 yield columns

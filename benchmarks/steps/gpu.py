@@ -6,7 +6,9 @@
 Only JAX, Optax and pytest are needed. Every row is printed and written to DIR as soon as it is
 measured, the most important first, so that a run that is cut off leaves valid results. Compiled
 programs are kept in DIR/cache: a second call starts warm. Steps that share a counterpart are timed
-in turn, A B C A B C, in one process; the ratio is the median over neighbours in time.
+in turn with it and with a step that has only the loss, the gradient and AdamW ("nothing"),
+A B C A B C, in one process; the ratios are medians over neighbours in time. The row "nothing" is
+this step beside itself, and shows the error of the ratios.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import numpy as np
 from benchmarks import _report
 from benchmarks._measure import Case, Timing, compiled_together, interleaved
 from benchmarks._models import Model, gpt, ppo, resnet
-from benchmarks._rows import EVERY, OPTAX, PER_EXAMPLE, ROWS, Maker, case_of
+from benchmarks._rows import EVERY, NOTHING, OPTAX, PER_EXAMPLE, ROWS, Maker, case_of
 from benchmarks.compiled import _hlo
 from benchmarks.steps import _floor, _workarounds
 
@@ -66,6 +68,7 @@ SMALL = (
 STEPS = {
     "clip": "clip_by_global_norm",
     "watch": "watch(clip)",
+    "clip, guard": "skip_nonfinite(clip)",
     "guard": "skip_nonfinite",
     'guard, check="step"': 'skip_nonfinite(check="step")',
     "accumulation": "accumulate_gradients(clip)",
@@ -75,7 +78,7 @@ STEPS = {
 
 def groups() -> list[tuple[str, Maker, dict[str, Maker]]]:
     """For each counterpart its name, the counterpart, and our steps."""
-    found = []
+    found = [(NOTHING, OPTAX[NOTHING], {NOTHING: OPTAX[NOTHING]})]
     for theirs, labels in itertools.groupby(STEPS, lambda label: ROWS[STEPS[label]].theirs):
         found.append((theirs, OPTAX[theirs], {name: ROWS[STEPS[name]].ours for name in labels}))
     aggregate = "differentially_private_aggregate"
@@ -106,7 +109,7 @@ def filling_batch(setting: Setting) -> int:
 
     def peak(batch: int) -> int:
         model = setting.make(batch)
-        step = OPTAX["AdamW alone"](model)
+        step = OPTAX[NOTHING](model)
         args = (model.params, step.state(model.params), model.batch)
         found = jax.jit(step.run, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
         return found.temp_size_in_bytes + found.argument_size_in_bytes
@@ -121,7 +124,8 @@ def rows_of(
 ) -> _report.Rows:
     """One row for each of our steps that share a counterpart, two for an accumulation."""
     windows, scanned = theirs.startswith("MultiSteps"), setting.scanned
-    makers = {"Optax": counterpart} | ours
+    # Two keys of one step, so that it is also timed beside itself.
+    makers = {"beside": OPTAX[NOTHING], "Optax": counterpart} | ours
     cases = {name: case_of(model_of(setting), make, scanned) for name, make in makers.items()}
     phased = windows and scanned == 1  # each micro-step is timed: which one emits is known
     repetitions, warmup = (7 * EVERY, EVERY) if phased else (21, 1)
@@ -131,22 +135,23 @@ def rows_of(
     rows = []
     for name in ours:
         for phase, chosen in phases.items() if phased else [("", slice(None))]:
-            pair = found[name].of(chosen), found["Optax"].of(chosen)
+            timings = [found[x].of(chosen) for x in (name, "Optax", "beside")]
             rows.append(
-                {"what": name + phase, "Optax's counterpart": theirs} | row_of(*pair, scanned)
+                {"what": name + phase, "Optax's counterpart": theirs} | row_of(*timings, scanned)
             )
     return rows
 
 
-def row_of(ours: Timing, theirs: Timing, steps: int) -> dict[str, str]:
-    """The figures of one row, ours / theirs; `steps` is the number of steps in a repetition."""
+def row_of(ours: Timing, theirs: Timing, nothing: Timing, steps: int) -> dict[str, str]:
+    """The figures of one row; `steps` is the number of steps in a repetition."""
 
     def beside(value: Callable[[Timing], Any]) -> str:
-        return f"{value(ours)} / {value(theirs)}"
+        return " / ".join(str(value(x)) for x in (ours, theirs, nothing))
 
     return {
-        "ms": beside(lambda x: f"{1e3 * x.median / steps:.4g}"),
-        "ratio": f"{np.median(ours.seconds / theirs.seconds):.3f}",
+        "ms, ours / Optax / nothing": beside(lambda x: f"{1e3 * x.median / steps:.4g}"),
+        "to Optax": f"{np.median(ours.seconds / theirs.seconds):.3f}",
+        "to nothing": f"{np.median(ours.seconds / nothing.seconds):.3f}",
         "spread": beside(lambda x: f"{x.spread:.1%}"),
         "peak GiB": beside(lambda x: f"{x.peak_bytes / 2**30:.3g}"),
         "host stops": beside(lambda x: host_stops(x.text)),

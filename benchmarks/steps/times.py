@@ -1,9 +1,9 @@
-"""Milliseconds of whole training steps on this machine: ours beside Optax's.
+"""Milliseconds of whole training steps on this machine: ours, Optax's, and one with nothing.
 
     python -m benchmarks.steps.times --only "PPO:skip_spikes"    # one step
     python -m benchmarks.steps.times --large                     # also the large models
 
-The steps are those of `benchmarks.compiled.steps`, run in turn: A B A B.
+The steps are those of `benchmarks.compiled.steps`, run in turn: A B C A B C.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import _report
 from benchmarks._measure import interleaved
 from benchmarks._models import MODELS, Model
-from benchmarks._rows import EVERY, OPTAX, ROWS, Row, case_of
+from benchmarks._rows import EVERY, NOTHING, OPTAX, ROWS, Row, case_of
 
 SMALL = ("PPO", "scan GPT, small", "GPT, small", "conv net, small")
 GOAL = 1.05  # times Optax's
@@ -24,15 +24,17 @@ def jitted(model: Model, name: str, row: Row, repetitions: int) -> dict[str, Any
     """One line of a model: milliseconds of a step, or of one in a window of an accumulation."""
     # A training loop does not wait for a step of a millisecond before it starts the next.
     group = EVERY if row.accumulates or model.size < 1 << 20 else 1
-    cases = {"ours": case_of(model, row.ours), "Optax": case_of(model, OPTAX[row.theirs])}
+    makers = {"ours": row.ours, "Optax": OPTAX[row.theirs], NOTHING: OPTAX[NOTHING]}
+    cases = {who: case_of(model, make) for who, make in makers.items()}
     found = interleaved(cases, repetitions, group)
-    ratio = float(np.median(found["ours"].seconds / found["Optax"].seconds))
-    ours, theirs = (1e3 * found[who].median / group for who in cases)
+    times = {who: timing.seconds for who, timing in found.items()}
+    ratio = float(np.median(times["ours"] / times["Optax"]))
     return {
         "what": f"{name} / optax {row.theirs}",
-        "ms": f"{ours:.3g} / {theirs:.3g}",
+        "ms": " / ".join(f"{1e3 * x.median / group:.3g}" for x in found.values()),
         "ratio": f"**{ratio:.2f}**" if ratio > GOAL else f"{ratio:.2f}",
-        "spread": f"{found['ours'].spread:.0%} / {found['Optax'].spread:.0%}",
+        "to nothing": f"{np.median(times['ours'] / times[NOTHING]):.2f}",
+        "spread": " / ".join(f"{x.spread:.0%}" for x in found.values()),
     }
 
 
@@ -57,10 +59,10 @@ def main() -> None:
             _report.write(sections, "whole steps", commit=_report.commit())
 
     for title in titles:
-        for name, row in ROWS.items():
+        for name, row in ({NOTHING: Row(OPTAX[NOTHING], NOTHING)} | ROWS).items():
             if options.only in f"{title}:{name}":
                 add(
-                    f"{title}: ours / Optax",
+                    f"{title}: ours / Optax / nothing",
                     jitted(MODELS[title](), name, row, options.repetitions),
                 )
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 QUICK = {
     "steps.times --quick --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite",),
     "steps.gpu --small --parts steps,floor,workarounds --only PPO --out build/gpu": (
-        *("| PPO in a scan: clip |", "watch |", "per-example"),
+        *("| PPO in a scan: nothing |", "clip |", "clip, guard |", "watch |", "per-example"),
         *("AdamW alone: 0.2 M", "Workarounds, PPO in a scan"),
     ),
     "faults.detect --quick": ("| NaN in one element | 100% of 2 |", "gru: 0 incidents in 800"),
