@@ -269,3 +269,12 @@ def test_an_open_window_goes_on_with_windows_of_one():
         params, state = gcx.apply_gradients(acc(SGD, 1), jnp.full(2, grad), state, params)
         assert params.tolist() == [expected, expected]
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
+
+
+def test_a_state_with_another_accumulation_raises():
+    plain = gcx.skip_nonfinite(optax.sgd(0.1))
+    window = gcx.accumulate_gradients(plain, 4)
+    params = jnp.ones(2)
+    for tx, other in ((plain, window), (window, plain)):
+        with pytest.raises(TypeError, match="`state` must be the state of this transformation"):
+            tx.update(params, other.init(params), params)

@@ -127,10 +127,11 @@ def _number(value: Any) -> float | None:
         return None
     try:
         # A transfer guard allows `device_get`.
-        is_plain = isinstance(value, (str, int, float)) or not hasattr(value, "dtype")
-        return float(value if is_plain else jax.device_get(value))
+        is_array = type(value) not in (str, int, float) and hasattr(value, "dtype")
+        number: Any = jax.device_get(value) if is_array else value
+        return float(number)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf if value > 0 else -math.inf  # an integer of Python
     except (TypeError, ValueError):
         is_text = isinstance(value, str) and _THOUSANDS.fullmatch(value.strip())
         return float(value.replace(",", "")) if is_text else None

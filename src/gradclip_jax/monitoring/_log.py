@@ -58,7 +58,7 @@ def read_lines(log: LogSource, *, prefix: str | None = None) -> list[dict[str, A
         rule = "the path of a file, or a sequence of dictionaries"
         hint = "For a table of pandas, pass `table.to_dict('records')`."
         raise type_error("log", rule, type(log).__name__, hint)
-    return _rename_keys([*log] if lines is log else lines, prefix)
+    return _rename_keys([*lines], prefix)
 
 
 def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:

@@ -70,10 +70,15 @@ class Wrappers(NamedTuple):
     def check_state(self, state: Any) -> None:
         """Raise if a state is not that of these wrappers."""
         check_state(state, WrapperState)
+        hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+        if (self.accumulation is None) != (state.accumulation is None):
+            got = (
+                "one with an accumulation" if state.accumulation else "one without an accumulation"
+            )
+            raise type_error("state", "the state of this transformation", got, hint)
         for guards, states in (self.outer, state.outer), (self.guards, state.guards):
             causes = [set(x.skipped) for x in states]
             if causes != [set(guard.causes) for guard in guards]:
-                hint = "Convert it with `gcx.convert_state(tx, state, params)`."
                 got = f"one of guards with the causes {causes}"
                 raise type_error("state", "the state of these guards", got, hint)
 
