@@ -95,9 +95,9 @@ def empty_sum(
 def check_dtype(argument: str, value: Any) -> None:
     """Raise if a value is neither None nor a real floating dtype."""
     try:
-        is_array = isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-        is_valid = value is None or jnp.issubdtype(jnp.dtype(value), jnp.floating)
-        is_valid &= not is_array
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+        is_dtype = not is_array and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_valid = value is None or is_dtype
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:

@@ -227,7 +227,7 @@ ACCEPTED = [
     ("steps that can be saved", {"()", "[]", "{}", "{1, 2}", "int[3]", "generator"}, r"Monitor.read saved"),
     ("numbers of a log", {"0", "nan", "inf", "1e-50", "1e+39", "float[3]", "int[3]"} | NUMBERS, r"diagnostics.noise_scale (small|big)"),
     ("smaller than the big batch", {"3", "0.5", "1e-50", "float[3]"}, r"diagnostics.noise_scale small_batch"),
-    ("larger than the small batch", NUMBERS - {"3", "0.5"} | {"1e+39"}, r"diagnostics.noise_scale big_batch"),
+    ("larger than the small batch", NUMBERS - {"3", "0.5", "inf"} | {"1e+39"}, r"diagnostics.noise_scale big_batch"),
     ("norms of a log", NUMBERS - {"inf"} | ARRAYS | {"1e-50", "1e+39", "int[3]"}, r"diagnostics.suggest_max_norm norms"),
     ("any pytree may contain the state, or a leaf that is not an array", ANY - {"SGD", "rule"}, r"(has_updated|metrics|raise_if_failed) state"),
     ("any pytree may have finite leaves", ANY - {"shape"}, r"diagnostics.nonfinite_leaves tree"),

@@ -66,9 +66,11 @@ def noise_scale(
         rule, got = "arrays of equal length, one number for each step", shortened(columns)
         names = ", ".join(f"`{name}`" for name in columns)
         raise value_error(names.strip("`"), rule, got, "Pass one norm for each step.") from None
-    if not np.all((n > 0) & (n < m)):
+    if not np.all((n > 0) & (n < m) & np.isfinite(m)):
         hint = "Pass the number of examples or tokens in each batch."
-        raise value_error("small_batch", "> 0 and < `big_batch`", shortened(small_batch), hint)
+        raise value_error(
+            "small_batch", "> 0 and < `big_batch`, both finite", shortened(small_batch), hint
+        )
     is_finite = np.isfinite(s) & np.isfinite(b)
     if not is_finite.any():
         return float("nan")

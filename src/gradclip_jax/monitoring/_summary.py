@@ -121,7 +121,7 @@ def _as_array(norms: Any) -> HostArray:
     if not isinstance(norms, str):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             array = np.asarray(jax.device_get(norms))
-            if array.dtype.kind not in "bmM":
+            if array.dtype.kind not in "bcmM":
                 return array.astype(float)
     raise type_error("norms", "rows or an array of norms", type(norms).__name__, hint)
 
