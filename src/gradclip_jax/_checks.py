@@ -246,7 +246,12 @@ def is_factory(value: object) -> bool:
     """Return whether a value is a public function of this package."""
     if not (inspect.isfunction(value) and hasattr(value, "__wrapped__")):
         return False
-    return value.__module__.split(".")[0] == __package__ and "<" not in value.__qualname__
+    return _is_of_this_package(value) and "<" not in value.__qualname__
+
+
+def _is_of_this_package(definition: Any) -> bool:
+    """Return whether a function or a class is defined in this package."""
+    return definition.__module__.split(".")[0] == __package__
 
 
 def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +281,7 @@ def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
     is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     # A rule of this package has functions of the same names.
-    is_rule = type(value).__module__.split(".")[0] == __package__ and not isinstance(value, tuple)
+    is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
     if isinstance(value, type) or not is_pair or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
         raise type_error(argument, rule, shortened(value), hint)

@@ -97,8 +97,8 @@ def flush(
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.
     leaves, structure = jax.tree.flatten(extra_args)
-    traced = [x if is_array_like(x) else None for x in leaves]
     static = tuple(None if is_array_like(x) else _Static(x) for x in leaves)
+    traced = [x if other is None else None for x, other in zip(leaves, static, strict=True)]
     updates, flushed = _flush(tx, (static, structure), arrays, plain_arrays(params), traced)
     return with_structure_of(params, updates), with_structure_of(state, flushed)
 
@@ -131,7 +131,7 @@ def _flush(
     arrays.
     """
     others, structure = static
-    leaves = [x.value if x else y for x, y in zip(others, traced, strict=True)]
+    leaves = [y if x is None else x.value for x, y in zip(others, traced, strict=True)]
     extra_args = jax.tree.unflatten(structure, leaves)
     windows = _accumulations(state)
     is_open = jnp.stack([x.mini_step for x in windows]).any()

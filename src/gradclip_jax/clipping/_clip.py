@@ -210,7 +210,6 @@ def _metrics(
     The threshold and the factor of all groups are the smallest ones.
     """
     bound, factor = jnp.minimum(thresholds.min(UNBOUNDED), UNBOUNDED), factors.min(1.0)
-    num_clipped, size = factors.count(_is_clipped), sum(x.size for x in factors.arrays)
     shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
     everywhere = frozenset[str]().union(*shards)
     if everywhere:  # norms that are sharded over a mesh
@@ -220,6 +219,8 @@ def _metrics(
         counts = [jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere) for x, axes in rows]
         num_clipped = sum_over(jnp.sum(jnp.stack(counts)), everywhere)
         size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+    else:
+        num_clipped, size = factors.count(_is_clipped), sum(x.size for x in factors.arrays)
     fraction = num_clipped / max(size, 1)
     metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:

@@ -35,9 +35,9 @@ from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
 from ..wrappers._execute import apply_updates
-from ..wrappers._guard import ExtraArgs, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
 from ..wrappers._state import has_flag, outcome_of
-from ..wrappers._update import InPlaceUpdate, Observe
+from ..wrappers._update import InPlaceUpdate
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
 from ._taps import read_sums
 

@@ -197,9 +197,8 @@ def _l2_norms_jvp(
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = _l2_norms(leaves, groups, axis_name), norm_dtype(leaves)
-    by_leaf = [
-        norms.arrays[i or 0] for i in groups.group_of_leaf
-    ]  # any norm for a leaf without a group
+    # A leaf without a group gets any norm.
+    by_leaf = [norms.arrays[i or 0] for i in groups.group_of_leaf]
 
     def along(x: Array, axes: Axes, norm: Array, direction: Array) -> Array:
         wide = wide_dtype(x.dtype, dtype)

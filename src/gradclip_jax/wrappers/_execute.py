@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -30,7 +30,7 @@ from .._states import increment_where, is_only_clips
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import micro_batch_of
-from ._guard import ExtraArgs, Guard, Rejections, params_of
+from ._guard import ExtraArgs, Guard, Observe, Rejections, params_of
 from ._nesting import Wrappers
 from ._state import GuardState, Outcome, WrapperState, has_flag, outcome_of
 
@@ -53,7 +53,7 @@ class _Call(NamedTuple):
     grads: Tree
     state: WrapperState
     params: Tree
-    observe: Callable[[Tree, Tree], Tree] | None
+    observe: Observe | None
 
 
 class _Check(NamedTuple):
@@ -107,7 +107,7 @@ def execute(
     params: Tree,
     target: Tree,
     extra_args: ExtraArgs,
-    observe: Callable[[Tree, Tree], Tree] | None = None,
+    observe: Observe | None = None,
 ) -> tuple[tuple[Tree, Tree], Tree, WrapperState]:
     """Execute one call; return updates and measurements, the new `target`, and the next state.
 
@@ -153,8 +153,8 @@ def _accumulate(
     with named(accumulation.name):
         batch = micro_batch_of(extra_args)
     given = batch.extra_args | {"weight": batch.weight}
-    outer = wrappers.outer, state.outer
-    grads, check = _receive(*outer, call.grads, call.params, given, is_micro_batch=True)
+    received = wrappers.outer, state.outer, call.grads, call.params, given
+    grads, check = _receive(*received, is_micro_batch=True)
     is_weighted = batch.weight != 0  # also for NaN, which guards reject
     skips = [jnp.where(is_weighted, skip, 0) for skip in check.skips]
     is_accepted = jnp.asarray(_is_accepted(skips))
@@ -182,9 +182,10 @@ def _accumulate(
     flags |= _flag(Outcome.EMPTY_WINDOW, closes & ~has_weight)
     # A guard around the accumulation checks the micro-batch and, after a skip, a flushed window.
     is_used = is_accepted & is_weighted & (is_accumulated | has_run)
-    pairs = zip(skips, result.skips, check.observed, strict=False)
-    guards = [_GuardCall(first | later, observed, is_used) for first, later, observed in pairs]
-    inner = zip(result.skips[len(skips) :], result.check.observed, strict=True)
+    num_outer = len(wrappers.outer)
+    outer = zip(skips, result.skips[:num_outer], check.observed, strict=True)
+    guards = [_GuardCall(first | later, observed, is_used) for first, later, observed in outer]
+    inner = zip(result.skips[num_outer:], result.check.observed, strict=True)
     guards += [_GuardCall(skip, observed, has_run) for skip, observed in inner]
 
     norm = check.norm if wrappers.outer else result.check.norm
@@ -368,9 +369,12 @@ def _skip_flags(rejections: Rejections) -> SkipFlags:
 
 def _of_first_guard(skips: Sequence[SkipFlags]) -> list[SkipFlags]:
     """Keep the flags of the first guard that skips, and set those of later guards to 0."""
-    kept = list(skips[:1])
-    for skip in skips[1:]:
-        kept.append(jnp.where(_is_accepted(kept), skip, 0))
+    kept: list[SkipFlags] = []
+    for skip in skips:
+        is_first = _is_accepted(kept)
+        # Flags that are known at trace time stay known, so that they need no branch.
+        is_known = is_first is True or isinstance(skip, int)
+        kept.append(skip if is_known else jnp.where(is_first, skip, 0))
     return kept
 
 

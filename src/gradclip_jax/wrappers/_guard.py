@@ -23,6 +23,9 @@ ExtraArgs: TypeAlias = dict[str, Any]
 Rejections: TypeAlias = dict[str, Scalar | bool]
 """For each cause of a guard, whether the guard rejects a step because of it."""
 
+Observe: TypeAlias = Callable[[Tree, Tree], Tree]
+"""A function `(updates, params) -> measurements` that is called where the updates are computed."""
+
 
 class Guard(NamedTuple):
     """A guard, which skips the steps that one of its checks rejects.

@@ -12,7 +12,7 @@ import optax
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import combined, plain_arrays
+from .._states import combined, is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
@@ -106,8 +106,9 @@ class WrapperState(NamedTuple):
         for guard in guards:
             for cause, count in guard.skipped.items():
                 found.setdefault(f"skipped_{cause}", []).append(count)
-        for part in (*(guard.rule_state for guard in guards), self.accumulation):
-            for name, value in part.step_metrics().items() if hasattr(part, "step_metrics") else ():
+        parts = [*(guard.rule_state for guard in guards), self.accumulation]
+        for part in filter(is_own_state, parts):
+            for name, value in part.step_metrics().items():
                 found.setdefault(name, []).append(value)
         return {name: combined(name, values) for name, values in found.items()}
 

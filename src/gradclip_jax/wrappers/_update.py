@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,12 @@ import optax
 
 from .._checks import check_same_structure, check_transformation, is_scalar
 from .._errors import public
-from .._states import metric_names, plain_arrays
+from .._states import metric_names, plain_arrays, with_structure_of
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._execute import apply_updates, execute
-from ._guard import ExtraArgs, Guard, check_guard_arguments
+from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
 from ._nesting import Wrappers
-
-Observe: TypeAlias = Callable[[Tree, Tree], Tree]
-"""A function `(updates, params) -> measurements` that is called where the updates are computed."""
 
 
 class InPlaceUpdate:
@@ -125,8 +121,7 @@ def apply_gradients(
     check_transformation("tx", tx)
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
-        leaves = jax.tree.leaves(apply_gradients(tx, *arrays, **extra_args))
-        return jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
+        return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
