@@ -23,15 +23,19 @@ microbatched, watch = gcx.microbatched_value_and_grad, gcx.watch
 nonfinite, spikes = gcx.skip_nonfinite, functools.partial(gcx.skip_spikes, norm=1e4)
 
 
-def run(tx, calls, params=PARAMS, *, fast=False):
+def run(tx, calls, params=PARAMS, *, fast=False, jit=False):
     """The parameters and the state after `(grads, extra_args)` calls."""
     state, tx = tx.init(params), optax.with_extra_args_support(tx)
-    for grads, extra in calls:
+
+    def step(params, state, grads, extra):
         if fast:
-            params, state = gcx.apply_gradients(tx, grads, state, params, **extra)
-        else:
-            updates, state = tx.update(grads, state, params, **extra)
-            params = optax.apply_updates(params, updates)
+            return gcx.apply_gradients(tx, grads, state, params, **extra)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if jit else step
+    for grads, extra in calls:
+        params, state = step(params, state, grads, extra)
     return params, state
 
 
@@ -161,7 +165,7 @@ def test_a_wrapper_of_only_a_clip_warns_that_the_optimizer_runs_outside(wrap):
 
 def test_a_schedule_that_takes_a_threshold_to_0_is_an_incident():
     tx = watch(optax.chain(gcx.clip_by_global_norm(lambda step: 2.0 - step), sgd))
-    _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20)
+    _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)
     assert [x.kinds for x in gcx.Monitor(PARAMS).read(state).incidents] == [("clip",)]
 
 
@@ -381,5 +385,5 @@ def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(oute
     # Without a guard, NaN would reach the parameters.
     bad = np.nan if {outer, inner} & {"nonfinite", "spikes", "scale"} else 2
     calls = [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in (1, bad, 3, 4, 5)]
-    found, expected = (run(tx, calls, fast=fast) for fast in (True, False))
+    found, expected = (run(tx, calls, fast=fast, jit=True) for fast in (True, False))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
