@@ -25,15 +25,10 @@ def pytest_collection_modifyitems(config, items):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("annex", ANNEXES)
-def test_the_rest_works_without_an_annex(annex, tmp_path):
-    files, names = ANNEXES[annex]
-    for folder in ("src", "tests", "benchmarks"):
-        ignored = shutil.ignore_patterns("__pycache__", annex)
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    package = tmp_path / "src/gradclip_jax"
+def delete(annex, package):
+    """Delete an annex, and the lines that import it."""
+    files, _ = ANNEXES[annex]
+    shutil.rmtree(package / annex)
     for name in files:
         (package / name).unlink()
     modules = "|".join([annex, *(name.removesuffix(".py") for name in files)])
@@ -41,17 +36,36 @@ def test_the_rest_works_without_an_annex(annex, tmp_path):
         # `from . import a as a, annex as annex` and `from .annex.module import name as name`
         text = re.sub(rf", ({modules}) as \1|\b({modules}) as \2, ", "", path.read_text())
         path.write_text(re.sub(rf"(?m)^from \.({modules})\b.*\n", "", text))
-    (tmp_path / "without_annex.py").write_text(PLUGIN.replace("{names}", names))
+
+
+def run(folder, *args):
+    """Run Python in a copy of the project, and return what it prints."""
+    path = f"{folder / 'src'}{os.pathsep}{folder}"
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, *args], **options)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("annexes", [["monitoring"], ["per_example"], list(ANNEXES)])
+def test_the_rest_works_without_annexes(annexes, tmp_path):
+    for folder in ("src", "tests", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for annex in annexes:
+        delete(annex, tmp_path / "src/gradclip_jax")
+        shutil.rmtree(tmp_path / "tests/unit" / annex)
+    path = Path(run(tmp_path, "-c", "import gradclip_jax; print(gradclip_jax.__file__)").strip())
+    assert path.is_relative_to(tmp_path)
+    if len(annexes) == 1:
+        return  # the tests without both annexes run the same modules
+    names = "|".join(names for _, names in ANNEXES.values())
+    (tmp_path / "without_annexes.py").write_text(PLUGIN.replace("{names}", names))
     others = "clipping/test_clip.py", "guarding", "accumulation/test_transform.py"
+    options = "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-p", "without_annexes", "-n0"
     folders = [f"tests/unit/{name}" for name in others]
-    environment = os.environ | {
-        "PYTHONPATH": f"{tmp_path / 'src'}{os.pathsep}{tmp_path}",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
-    options = "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-p", "without_annex", "-n0"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not slow", *folders],
-        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 100
+    printed = run(tmp_path, "-m", "pytest", *options, "-m", "not slow", *folders)
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 100
