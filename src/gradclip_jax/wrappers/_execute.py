@@ -309,11 +309,13 @@ def _take_step(
         of_step = _check_step(call, updates, carry.inner_state, after.inner_state)
         pairs = zip(of_step, skips, strict=True)
         skips = [jnp.where(is_accepted, *pair) for pair in pairs]
-        output, carry = select_step(is_accepted_by_all(skips), program, computed, carry)
+        (updates, measured), carry = select_step(
+            is_accepted_by_all(skips), program, computed, carry
+        )
     else:
-        output, carry = run_step(is_accepted, run, carry, likely=True)
+        (updates, measured), carry = run_step(is_accepted, run, carry, likely=True)
     skips = [jnp.asarray(skip, jnp.int32) for skip in skips]
-    return _StepResult(*output, skips, found), carry
+    return _StepResult(updates, measured, skips, found), carry
 
 
 def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipFlags]:
