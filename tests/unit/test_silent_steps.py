@@ -75,14 +75,15 @@ def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
 
 
 @pytest.mark.parametrize("name", [x for x in AROUND if x != "scale"])  # it divides gradients
-def test_a_wrapper_of_an_accumulation_needs_a_fifth_of_the_parameters_of_scratch(name):
+def test_a_wrapper_of_an_accumulation_needs_no_scratch_except_for_measurements_on_a_cpu(name):
     params = {f"w{i}": jnp.ones((256, 256)) for i in range(16)}
     tx = AROUND[name](accumulate(OPTIMIZER, 3))
     step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     analysis = step.lower(params, tx.init(params), params).compile().memory_analysis()
-    # On CPU, XLA materializes the mask of the non-finite elements that `watch` counts, in float32.
-    # Compiled for an H100 (JAX 0.10.2), `watch` needs no scratch of that size.
-    limit = 1.1 if name.startswith("watch") else 0.2
+    # XLA on CPU fuses no sum with its terms: it materializes the mask of non-finite elements, and
+    # copies parameters that are measured and then updated. tests/integration/compiled/test_steps.py
+    # tests the limit of 0.2 for an H100 and a TPU.
+    limit = 1.005 if name.startswith("watch") else 0.005
     assert analysis.temp_size_in_bytes < limit * 16 * 256 * 256 * 4
 
 
