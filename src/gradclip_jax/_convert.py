@@ -20,6 +20,7 @@ import optax
 from ._checks import (
     check_arrays,
     check_choice,
+    check_one_run,
     check_transformation,
     describe,
     is_traced,
@@ -28,7 +29,7 @@ from ._checks import (
 from ._converters import from_own, to_own
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
-from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
+from ._states import is_own_state, metric_names, metrics, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from .wrappers._accumulation import AccumulationState
 from .wrappers._state import WrapperState
@@ -98,6 +99,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
+    check_one_run(metrics(state).values())
     like = tx.init(params)
     new, old = (to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))
@@ -168,8 +170,9 @@ def _pairs(like: Tree, given: Tree, path: Path = ()) -> Iterator[tuple[Path, Arr
 def _shown(argument: str, leaf: _Leaf | None) -> str:
     if leaf is None:
         return "nothing"
-    state = next((f" of {x.__name__}" for x in leaf.keys if isinstance(x, type)), "")
-    return f"{describe(leaf.value)}{state} at {leaf_path(argument, leaf.path)}"
+    types = ", ".join(x.__name__ for x in leaf.keys if isinstance(x, type))
+    of = f" of {types}" if types else ""
+    return f"{describe(leaf.value)}{of} at {leaf_path(argument, leaf.path)}"
 
 
 def _parts(state: Tree) -> dict[Hashable, list[tuple[Path, Tree]]]:
@@ -226,8 +229,9 @@ def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
             return given
         window = _copied_window(like, given, path, reduction)
         return like._replace(accumulation=window, outer=(), guards=(), inner_state=())
-    old, new = (jax.eval_shape(lambda x: x, x) for x in (given, like))
-    if jax.tree.structure(old) == jax.tree.structure(new) and old == new:
+    # The sharding, which is part of a type with explicit mesh axes, may differ.
+    old, new = (jax.tree.map(describe, jax.eval_shape(lambda x: x, x)) for x in (given, like))
+    if old == new:
         return given
     # A clip or a guard may have another rule, and `watch` another history.
     return like.continued_from(given) if hasattr(like, "continued_from") else like

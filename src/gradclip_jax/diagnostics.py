@@ -61,9 +61,10 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         {"['b']": 2}
     """
     leaves = jax.tree.leaves_with_path(tree)
-    if any(_checks.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves):
+    if any(_checks.is_traced(x) for _, x in leaves):
         hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
-        raise _errors.type_error("tree", "passed outside `jit`", "an abstract array", hint)
+        raise _errors.type_error("tree", "passed outside `jit`", "a traced array", hint)
+    _checks.check_values("tree", tree)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.
     counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})
@@ -143,6 +144,8 @@ def verify_step(
         those of the rerun state machine of Megatron-LM.
     """
     _checks.check_callable("step", step, "Pass the training step, then its arguments.")
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+    _checks.check_values("args", arrays)
     runs = [_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2)]
     moved = _moved((args, kwargs))
     if moved is not None:

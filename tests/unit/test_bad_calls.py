@@ -229,11 +229,11 @@ ACCEPTED = [
     ("smaller than the big batch", {"3", "0.5", "1e-50", "float[3]"}, r"diagnostics.noise_scale small_batch"),
     ("larger than the small batch", NUMBERS - {"3", "0.5", "inf"} | {"1e+39"}, r"diagnostics.noise_scale big_batch"),
     ("norms of a log", NUMBERS - {"inf"} | ARRAYS | {"1e-50", "1e+39", "int[3]"}, r"diagnostics.suggest_max_norm norms"),
-    ("any pytree may contain the state, or a leaf that is not an array", ANY - {"SGD", "rule"}, r"(has_updated|metrics|raise_if_failed) state"),
+    ("any pytree may contain the state, or a leaf that is not an array", ANY - {"SGD", "rule", "shape"}, r"(has_updated|metrics|raise_if_failed) state"),
     ("any pytree may have finite leaves", ANY - {"shape"}, r"diagnostics.nonfinite_leaves tree"),
     ("leaves that are not arrays have no row", ANY, r"Monitor params"),
     ("SGD has no state with the shapes of parameters", EMPTY | FLOATS | ARRAYS | {"True", "0", "-1", "3", repr(np.int64(3_000_000_000)), "1j", "int[3]", "bool[3]", "key", "shape"}, r"convert_state params"),
-    ("any hashable object is a label", ANY - EMPTY - ARRAYS - {"[0, 'a']", repr({"w": "a"}), "{1, 2}", "lambda:", "lambda x", repr(int), "int[3]", "str[1]", "bool[3]", "key", "SGD", "optax.adam", "zscore"}, r"(granularities.group|per_example.norms) param_labels"),
+    ("any hashable object is a label", ANY - EMPTY - ARRAYS - {"[0, 'a']", repr({"w": "a"}), "{1, 2}", "lambda:", "lambda x", repr(int), "int[3]", "str[1]", "bool[3]", "key", "SGD", "optax.adam", "zscore", "rule", "axis"}, r"(granularities.group|per_example.norms) param_labels"),
     ("one label for all", {"None"}, r"per_example.norms param_labels"),
 ]
 # Errors that name another argument, because the two contradict each other or one is derived from the other.

@@ -75,14 +75,15 @@ def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
 
 
 @pytest.mark.parametrize("name", [x for x in AROUND if x != "scale"])  # it divides gradients
-def test_a_wrapper_of_an_accumulation_needs_a_fifth_of_the_parameters_of_scratch(name):
+def test_a_wrapper_of_an_accumulation_needs_no_scratch_except_for_measurements_on_a_cpu(name):
     params = {f"w{i}": jnp.ones((256, 256)) for i in range(16)}
     tx = AROUND[name](accumulate(OPTIMIZER, 3))
     step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     analysis = step.lower(params, tx.init(params), params).compile().memory_analysis()
-    # On CPU, XLA materializes the mask of the non-finite elements that `watch` counts, in float32.
-    # Compiled for an H100 (JAX 0.10.2), `watch` needs no scratch of that size.
-    limit = 1.1 if name.startswith("watch") else 0.2
+    # XLA on CPU fuses no sum with its terms: it materializes the mask of non-finite elements, and
+    # copies parameters that are measured and then updated. tests/integration/compiled/test_steps.py
+    # tests the limit of 0.2 for an H100 and a TPU.
+    limit = 1.005 if name.startswith("watch") else 0.005
     assert analysis.temp_size_in_bytes < limit * 16 * 256 * 256 * 4
 
 
@@ -370,7 +371,7 @@ def test_each_micro_batch_receives_its_keys_of_a_tree():
     assert grad({"a": key}) == grad(key)
 
 
-NESTED = {**AROUND, "accumulate": lambda tx: accumulate(tx, 2)}
+NESTED = {**AROUND, "step": GUARDS["step"], "accumulate": lambda tx: accumulate(tx, 2)}
 
 
 @pytest.mark.parametrize("inner", NESTED)
@@ -383,7 +384,7 @@ def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(oute
         assert "accumulat" in str(error) or "loss_scale" in str(error)
         return
     # Without a guard, NaN would reach the parameters.
-    bad = np.nan if {outer, inner} & {"nonfinite", "spikes", "scale"} else 2
+    bad = np.nan if {outer, inner} & {"nonfinite", "step", "spikes", "scale"} else 2
     calls = [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in (1, bad, 3, 4, 5)]
     found, expected = (run(tx, calls, fast=fast, jit=True) for fast in (True, False))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

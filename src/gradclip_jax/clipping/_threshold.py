@@ -30,10 +30,11 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_array, check_count, check_number, is_float0
+from .._checks import check_array, check_count, check_no_transformation, check_number, is_float0
 from .._errors import public, type_error
 from .._states import find_states, has_clip, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
@@ -80,6 +80,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         >>> float(loss), float(grads), float(updates)
         (9.0, 6144.0, -6.0)
     """
+    check_no_transformation(state)
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
         rule = "a state with exactly one loss scale"

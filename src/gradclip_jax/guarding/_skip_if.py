@@ -22,13 +22,14 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._run_if import like_dtypes
-from .._types import AxisName, Count, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree, as_pytree
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
 from ..wrappers._guard import ExtraArgs, Guard, Rejections
 from ..wrappers._update import wrap
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True)
 class SkipRule:
     """A condition for skipping a step that depends on earlier steps, for `skip_if`.

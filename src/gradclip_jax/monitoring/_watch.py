@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from .._devices import fusion_barrier, pair_of_sums
 from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
-from .._types import Array, AxisName, Count, Scalar, Tree
+from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
@@ -39,7 +40,7 @@ from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
-from ._taps import read_sums
+from ._taps import SHAPE, read_sums, tap_names
 
 
 class WatchState(NamedTuple):
@@ -220,11 +221,10 @@ def watch(
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
     with_step = bool(replica_axis) or not {*of} <= {"gradient"}
     inner, partition = optax.with_extra_args_support(inner), as_granularity(granularity)
-    axes = axis_name, replica_axis
-    update = WatchUpdate(inner, partition, trainable, axes, with_step, int(check_every), taps)
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(_init, update, int(history)), update
-    )
+    axes, names = (axis_name, replica_axis), tuple(tap_names("taps", taps))
+    update = WatchUpdate(inner, partition, trainable, axes, with_step, int(check_every), names)
+    init = jax.tree_util.Partial(_init, update, int(history))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Units(NamedTuple):
@@ -249,6 +249,7 @@ class Units(NamedTuple):
         return self.gradient.leaves_like(mask_leaves(self.trainable, tree, self.params))
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatchUpdate(InPlaceUpdate):
     """The `update` function of `watch`.
@@ -260,7 +261,7 @@ class WatchUpdate(InPlaceUpdate):
         axes: The arguments `axis_name` and `replica_axis`.
         with_step: Whether updates and parameters are measured.
         check_every: Number of steps between two checks of the replicas.
-        taps: Probes of the model, or None.
+        taps: Names of the taps of the model.
     """
 
     __name__: ClassVar[str] = "update"
@@ -270,7 +271,7 @@ class WatchUpdate(InPlaceUpdate):
     axes: tuple[AxisName, AxisName]
     with_step: bool
     check_every: int
-    taps: Tree | None
+    taps: tuple[str, ...]
 
     @named("watch")
     def __call__(
@@ -354,13 +355,12 @@ class WatchUpdate(InPlaceUpdate):
 
     def _tap_sums(self, extra_args: ExtraArgs) -> Array:
         """Return the sums of the taps, or zeros if no statistics were passed."""
-        names, zeros = read_sums("taps", self.taps)
         if (stats := extra_args.get("taps")) is None:
-            return zeros
+            return jnp.zeros((len(self.taps), *SHAPE), jnp.float32)
         found, sums = read_sums("taps", stats)
-        if found != names:
+        if tuple(found) != self.taps:
             hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
+            raise value_error("taps", f"statistics of {listed(self.taps)}", listed(found), hint)
         return sums
 
 
@@ -370,10 +370,9 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     inner_state = update.inner.init(params)
     # Remove weak types, which would cause recompilation after the first step.
     inner_state = like_dtypes(inner_state, inner_state)
-    names = names_of(params, update.granularity, update.trainable, update.taps)
+    names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
     clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
-    _, tap_sums = read_sums("taps", update.taps)
-    size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
+    size = TREE + 4 * (1 + len(names.units)) + math.prod(SHAPE) * len(names.taps) + len(clips)
     values = jnp.zeros((history, size), jnp.int32)
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 

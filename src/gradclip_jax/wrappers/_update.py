@@ -13,7 +13,7 @@ import optax
 from .._checks import check_same_structure, check_transformation, is_scalar
 from .._errors import public
 from .._states import metric_names, plain_arrays, with_structure_of
-from .._types import Tree
+from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
 from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
@@ -38,6 +38,7 @@ class InPlaceUpdate:
         raise NotImplementedError
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
     """The `update` function of guards and an accumulation.
@@ -77,7 +78,7 @@ def wrap(
     else:
         wrappers = Wrappers(optax.with_extra_args_support(inner))
     wrappers = wrappers.inside(wrapper)
-    init: Any = wrappers.init  # the type of Optax names arrays as states
+    init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
 
 
