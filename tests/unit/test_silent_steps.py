@@ -128,6 +128,20 @@ def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_ke
         fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 2), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+def test_a_raw_key_is_not_taken_for_a_batch_of_its_length(make, impl):
+    key = jax.random.PRNGKey(0, impl=impl)
+    fun = make(lambda w, x, state: jnp.mean(w * x))
+    fun(1.0, jnp.ones(len(key)), {"key": key})
+    fun(1.0, jnp.ones(len(key)), state=key)
+
+
 @pytest.mark.parametrize("name", ["nonfinite", "spikes", "skip_if", "scale", "watch"])
 def test_trainable_names_the_leaves_that_are_not_frozen(name):
     make = AROUND[name]
