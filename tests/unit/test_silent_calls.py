@@ -230,20 +230,56 @@ def test_convert_state_initializes_a_rule_of_another_kind_with_the_same_shapes(n
     assert found[key] == fresh[key]
 
 
-SCALED_CLIPS = {
-    "nested": optax.chain(optax.chain(clip), scaled),
-    "named": optax.named_chain(("clip", clip), ("scale", scaled)),
-    "masked": optax.chain(optax.masked(clip, {"w": True, "b": False}), scaled),
-    "inject": optax.chain(optax.inject_hyperparams(gcx.clip_by_global_norm)(1.0), scaled),
-    "watch": optax.chain(gcx.watch(clip), scaled),
-    "value": optax.chain(gcx.clip_by_value(1.0), scaled),
+CLIPS = {
+    "nested": optax.chain(optax.chain(clip)),
+    "named": optax.named_chain(("clip", clip)),
+    "masked": optax.masked(clip, {"w": True, "b": False}),
+    "inject": optax.inject_hyperparams(gcx.clip_by_global_norm)(1.0),
+    "watch": gcx.watch(clip),
+    "value": gcx.clip_by_value(1.0),
+}
+SCALED_CLIPS = {name: optax.chain(tx, scaled) for name, tx in CLIPS.items()} | {
+    "in one named chain": optax.named_chain(("clip", clip), ("scale", scaled)),
+    "in an accumulation": accumulate(optax.chain(clip, scaled), 2),
+    "in a watch": gcx.watch(optax.chain(clip, scaled)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:A clip receives")  # `watch` reads the metrics
 @pytest.mark.parametrize("name", SCALED_CLIPS)
-def test_scale_loss_finds_a_clip_of_scaled_gradients_in_any_chain(name):
+def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
+    """Its threshold would be that of the scaled gradient, 65,536 times too small."""
+    tx = SCALED_CLIPS[name]
+    state = tx.init(PARAMS)
     with pytest.raises(TypeError, match="clip"):
-        gcx.scale_loss(SCALED_CLIPS[name].init(PARAMS), jnp.float32(1.0))
+        gcx.scale_loss(state, jnp.float32(1.0))
+    with pytest.raises(TypeError, match="clip"):
+        gcx.apply_gradients(tx, PARAMS, state, PARAMS)
+    # `update` of a chain does not see the clip; a program that scales the loss reads the metric.
+    with pytest.warns(UserWarning, match="clip"):
+        gcx.metrics(step(tx)[1])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "tx",
+    [gcx.dynamic_loss_scale(optax.chain(clip, sgd)), optax.chain(scaled, clip)],
+    ids=["inside", "after"],
+)
+def test_a_clip_of_unscaled_gradients_is_allowed(tx):
+    state = tx.init(PARAMS)
+    gcx.scale_loss(state, jnp.float32(1.0))
+    gcx.metrics(gcx.apply_gradients(tx, PARAMS, state, PARAMS)[1])
+
+
+WRAPPERS = {"accumulate": lambda tx: accumulate(tx, 2), "guard": gcx.skip_nonfinite}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_around_only_clips_warns_that_the_optimizer_runs_outside(wrapper, name):
+    with pytest.warns(UserWarning, match="outside"):
+        step(optax.chain(WRAPPERS[wrapper](CLIPS[name]), optax.adamw(1e-3)))
 
 
 def test_verify_step_reports_keys_that_change():

@@ -168,15 +168,6 @@ def test_a_guard_around_a_chain_with_an_accumulation_raises_in_init(name):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda c: accumulate(c, 2), nonfinite, spikes], ids=["accumulate", "guard", "spikes"]
-)
-def test_a_wrapper_of_only_a_clip_warns_that_the_optimizer_runs_outside(wrap):
-    tx = optax.chain(wrap(clip), optax.adamw(1e-3))
-    with pytest.warns(UserWarning, match="outside"):
-        tx.update(ONES, tx.init(PARAMS), PARAMS)
-
-
 def test_a_schedule_that_takes_a_threshold_to_0_is_an_incident():
     tx = watch(optax.chain(gcx.clip_by_global_norm(lambda step: 2.0 - step), sgd))
     _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)

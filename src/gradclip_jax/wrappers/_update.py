@@ -12,7 +12,12 @@ import optax
 
 from .._checks import check_same_structure, check_transformation, is_scalar
 from .._errors import public
-from .._states import metric_names, plain_arrays, with_structure_of
+from .._states import (
+    check_no_clip_before_scale,
+    metric_names,
+    plain_arrays,
+    with_structure_of,
+)
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._execute import apply_updates, execute
@@ -106,7 +111,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation.
+        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -123,6 +128,7 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
+    check_no_clip_before_scale(state)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
     if isinstance(tx.update, InPlaceUpdate):
