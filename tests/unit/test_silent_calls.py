@@ -23,6 +23,13 @@ def step(tx, state=None, grads=PARAMS, **extra):
     return optax.with_extra_args_support(tx).update(grads, state, PARAMS, **extra)
 
 
+WATCHED = gcx.watch(sgd)
+
+
+def read():
+    return gcx.Monitor(PARAMS).read(step(WATCHED)[1])
+
+
 def skip_rule(init=lambda p: (), skip=lambda g, s, p: (False, ()), advance=lambda s, o, k: s):
     return lambda: step(gcx.skip_if(sgd, gcx.SkipRule(init, skip, advance)))
 
@@ -61,23 +68,35 @@ MISTAKES = {
     "state without loss": (lambda: step(gcx.skip_spikes(sgd, norm=1.0, loss=1.0), gcx.skip_spikes(sgd, norm=1.0).init(PARAMS), value=1.0), "`state`.*convert_state"),
     "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "`state`.*list"),
     "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "`state`.*list"),
-    "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), "`state`.*vmap"),
-    "watch(of=None)": (lambda: gcx.watch(sgd, of=None), "`of`"),
-    "arity of should_skip": (skip_rule(skip=lambda g, s: (False, ())), "`predicate`.*should_skip"),
-    "result of should_skip": (skip_rule(skip=lambda g, s, p: False), "`predicate`.*should_skip"),
-    "arity of advance": (skip_rule(advance=lambda s: s), "`predicate`.*advance"),
+    "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), r"`state`.*vmap.*x\[i\]"),
+    "max norm of a report": (lambda: gcx.diagnostics.suggest_max_norm(read()), "`norms`.*monitor.rows"),
+    "max norm of a monitor": (lambda: gcx.diagnostics.suggest_max_norm(gcx.Monitor(PARAMS)), "`norms`.*monitor.rows"),
+    "plot of a report": (lambda: gcx.diagnostics.plot_log(read()), r"`log`.*plot_log\(monitor\)"),
+    "plot of rows": (lambda: gcx.diagnostics.plot_log(read().rows), r"`log`.*plot_log\(monitor\)"),
+    "read in jit": (lambda: jax.jit(read)(), "Monitor.read: `state`.*outside `jit`.*Return"),
+    "incidents in jit": (lambda: jax.jit(lambda: gcx.incidents(WATCHED.init(PARAMS), PARAMS))(), "incidents: `state`.*outside `jit`.*Return"),
+    "raise_if_failed in jit": (lambda: jax.jit(gcx.raise_if_failed)(gcx.skip_nonfinite(sgd).init(PARAMS)), "`state`.*outside `jit`.*guard_failed"),
+    "verify_step in jit": (lambda: jax.jit(lambda x: gcx.diagnostics.verify_step(jnp.sin, x))(1.0), r"`args`.*outside `jit`.*verify_step\("),
+    "max norm in jit": (lambda: jax.jit(gcx.diagnostics.suggest_max_norm)(jnp.ones(4)), "`norms`.*outside `jit`.*monitor.rows"),
+    "watch(of=None)": (lambda: gcx.watch(sgd, of=None), r"`of`.*of=\("),
+    "arity of should_skip": (skip_rule(skip=lambda g, s: (False, ())), r"`predicate`.*\(grads, state, params, \*\*extra_args\)"),
+    "result of should_skip": (skip_rule(skip=lambda g, s, p: False), "`predicate`.*should_skip.*Return"),
+    "shape of should_skip": (skip_rule(skip=lambda g, s, p: (jnp.zeros(3, bool), ())), "`predicate`.*jnp.any"),
+    "arity of advance": (skip_rule(advance=lambda s: s), r"`predicate`.*\(state, observed, skipped\)"),
+    "shape of advance": (skip_rule(init=lambda p: jnp.zeros(()), advance=lambda s, o, k: jnp.ones(3)), "`predicate`.*init"),
     "arity of init": (skip_rule(init=lambda: ()), "`predicate`.*init"),
     "arity of a predicate": (lambda: step(gcx.skip_if(sgd, lambda grads: True)), "`predicate`.*grads, params"),
     "arity of a reaction": (clipped_by(reaction=lambda norm: 1.0), "`reaction`.*norm, threshold"),
-    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`"),
-    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`"),
+    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`.*Return"),
+    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`.*Return"),
     "factor above 1": (clipped_by(reaction=lambda norm, threshold: 16.7), "`reaction`"),
     "factor below 0": (clipped_by(reaction=lambda norm, threshold: -1.0), "`reaction`"),
     "factor of an example": (lambda: gcx.per_example.value_and_grad(jnp.dot, 1.0, reaction=lambda norm, threshold: 16.7)(jnp.ones(2), jnp.ones((3, 2))), "`reaction`"),
     "axis uncalled": (clipped_by(granularity=gcx.granularities.axis), r"`granularity`.*axis\("),
     "layer uncalled": (clipped_by(granularity=gcx.granularities.layer), r"`granularity`.*layer\("),
-    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), "`max_norm`.*update"),
-    "arity of Rule.init": (clipped_to(init=lambda: ()), "`max_norm`.*init"),
+    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), r"`max_norm`.*update.*\(norm, state, param_norm\)"),
+    "arity of Rule.init": (clipped_to(init=lambda: ()), r"`max_norm`.*init.*\(zeros\)"),
+    "rule of a guard": (lambda: step(gcx.skip_spikes(sgd, norm=rules.Rule(None, lambda n, s, p: n))), "`norm`.*Rule.update"),
     "vector of a rule": (clipped_to(update=lambda n, s, p: (jnp.ones(5), s)), "`max_norm`.*[Rr]ule"),
     "string of a rule": (clipped_to(update=lambda n, s, p: ("1", s)), "`max_norm`.*[Rr]ule"),
     "state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, (s, s))), "`max_norm`.*[Rr]ule"),
@@ -87,7 +106,7 @@ MISTAKES = {
     "vector of norms": (lambda: gcx.clip_grad_norm(jnp.ones((2, 3)), 1.0, norm=np.array([1.0, 10.0, 100.0])), "`norm`"),
     "loss of a whole batch": (lambda: gcx.per_example.value_and_grad(loss_of_batch, 1.0)(jnp.ones((2, 1)), jnp.ones((3, 2))), r"x\[None\]"),
     "value of shape (1,)": (lambda: step(accumulate(sgd, 2), value=jnp.ones(1)), "`value`"),
-    "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "nonfinite_leaves: .*jit"),
+    "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "`tree`.*outside `jit`.*Return"),
     "pairwise aux": (lambda: microbatched(lambda p, x: (p * x.sum(), x[:, None] * x), 2, has_aux=True)(1.0, jnp.ones(4)), "`aux_reduction`"),
     "probes from a string": (lambda: gcx.taps.make_probes("hidden"), "`names`"),
     "weight of flush": (lambda: gcx.flush(accumulate(sgd, 2), accumulate(sgd, 2).init(PARAMS), PARAMS, weight=1.0), "`weight`"),

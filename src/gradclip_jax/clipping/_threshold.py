@@ -215,7 +215,8 @@ def apply_rule(
     state: Tree,
     param_norm: Array | None = None,
     is_finite: Scalar | bool = True,
-    argument: str = "threshold",
+    *,
+    argument: str,
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
