@@ -60,14 +60,15 @@ def loss_of_batch(w, x):
 # fmt: off
 MISTAKES = {
     "params before state": (lambda: gcx.apply_gradients(gcx.skip_nonfinite(sgd), PARAMS, PARAMS, gcx.skip_nonfinite(sgd).init(PARAMS)), "`(state|params)`.*state, params"),
+    "params before the state of Optax": (lambda: gcx.apply_gradients(sgd, PARAMS, PARAMS, sgd.init(PARAMS)), "^apply_gradients: `state`.*state, params"),
     "limit by position": (lambda: gcx.skip_nonfinite(sgd, 5), "max_consecutive_skips="),
     "norm by position": (lambda: gcx.skip_spikes(sgd, 10.0), "norm="),
     "every_k_schedule": (lambda: accumulate(sgd, every_k_schedule=2), "`every`|every="),
     "norm_type": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm_type=2), "`ord`|ord="),
     "clipnorm": (lambda: gcx.clip_by_global_norm(clipnorm=1.0), "max_norm"),
     "state without loss": (lambda: step(gcx.skip_spikes(sgd, norm=1.0, loss=1.0), gcx.skip_spikes(sgd, norm=1.0).init(PARAMS), value=1.0), "`state`.*convert_state"),
-    "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "`state`.*list"),
-    "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "`state`.*list"),
+    "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "^skip_nonfinite: `state`.*list"),
+    "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "^accumulate_gradients: `state`.*list"),
     "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), r"`state`.*vmap.*x\[i\]"),
     "max norm of a report": (lambda: gcx.diagnostics.suggest_max_norm(read()), "`norms`.*monitor.rows"),
     "max norm of a monitor": (lambda: gcx.diagnostics.suggest_max_norm(gcx.Monitor(PARAMS)), "`norms`.*monitor.rows"),
@@ -157,6 +158,16 @@ READERS = {
     "update": lambda state: step(gcx.watch(gcx.skip_nonfinite(sgd)), state),
     "reset": lambda state: gcx.reset_accumulation(state),
 }
+
+
+@pytest.mark.parametrize(
+    "tx", [gcx.zclip(), gcx.stable_adamw(1.0), gcx.round_stochastically()], ids=["c", "s", "r"]
+)
+def test_a_donated_state_of_other_transformations_is_named_as_such(tx):
+    state = tx.init(PARAMS)
+    jax.tree.map(lambda x: x.delete(), state)
+    with pytest.raises(ValueError, match="donated"):
+        step(tx, state)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -255,6 +255,7 @@ def test_arguments_of_other_optimizers_are_passed_on_without_a_warning(name):
     assert name in received[-1]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_window_longer_than_int32_never_closes(length, compiled):

@@ -129,7 +129,8 @@ class Accumulation(NamedTuple):
             return jnp.int32(min(int(length), MAX_INT32))
         value = jnp.asarray(length)
         is_long = ~(value < MAX_INT32)  # also for NaN
-        return jnp.where(is_long, MAX_INT32, jnp.maximum(value.astype(jnp.int32), 1))
+        known = jnp.where(is_long, 1, value).astype(jnp.int32)
+        return jnp.where(is_long, MAX_INT32, jnp.maximum(known, 1))
 
     def init(self, params: Tree) -> AccumulationState:
         """Return a state without accumulated micro-batches."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, dtype_of, is_float0
+from .._checks import check_same_structure, dtype_of, is_float0, shortened
 from .._errors import named, type_error
 from .._run_if import compute_step, like_dtypes, run_step, select_step
 from .._states import increment_where, is_only_clips
@@ -284,13 +284,13 @@ def _run_inner(
 
     updates, after = run(grads, state)
     if jax.tree.structure(after) != jax.tree.structure(state):
-        got = f"{jax.tree.structure(state)} instead of {jax.tree.structure(after)}"
         hint = (
             "If a checkpoint contains lists instead of tuples, restore its leaves into the "
             "structure of `tx.init(params)` with `jax.tree.unflatten`."
         )
         rule = "a state whose structure the inner transformation keeps, with tuples and no lists"
-        raise type_error("state", rule, got, hint)
+        with named(call.wrappers.name):
+            raise type_error("state", rule, shortened(state), hint)
     is_identity = updates is grads and not jax.tree.leaves(state)
     if is_identity or is_only_clips(state):
         warnings.warn(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar
-from .._errors import public
+from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._errors import public, type_error
 from .._states import (
     check_no_clip_before_scale,
     metric_names,
@@ -129,6 +129,7 @@ def apply_gradients(
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
     check_no_clip_before_scale(state)
+    _check_order(grads, state, params)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
     if isinstance(tx.update, InPlaceUpdate):
@@ -137,6 +138,14 @@ def apply_gradients(
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
+
+
+def _check_order(grads: Tree, state: Tree, params: Tree) -> None:
+    """Raise if the parameters were passed before the state."""
+    kinds = [jax.tree.structure(x) for x in (grads, state, params)]
+    if kinds[0] == kinds[1] != kinds[2]:
+        hint = "Call `apply_gradients(tx, grads, state, params)`."
+        raise type_error("state", "the state of `tx`", f"{shortened(state)}, like `grads`", hint)
 
 
 def _warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
