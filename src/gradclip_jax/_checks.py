@@ -303,12 +303,12 @@ def check_no_transformation(state: object) -> None:
     check_not_donated(state)
 
 
-def check_not_donated(state: object) -> None:
-    """Raise if the arrays of a state were donated to an earlier step."""
-    first = next(iter(jax.tree.leaves(state)), None)
+def check_not_donated(tree: Tree, argument: str = "state") -> None:
+    """Raise if the arrays of a tree were donated to an earlier step."""
+    first = next(iter(jax.tree.leaves(tree)), None)
     if isinstance(first, jax.Array) and not is_traced(first) and first.is_deleted():
-        hint = "Use the state that the step returned."
-        raise value_error("state", "a state that was not donated", "a donated one", hint)
+        hint = f"Use the {argument} that the step returned."
+        raise value_error(argument, f"a {argument} that was not donated", "a donated one", hint)
 
 
 def check_state(state: object, kind: type) -> None:

@@ -20,6 +20,7 @@ import optax
 from ._checks import (
     check_arrays,
     check_choice,
+    check_not_donated,
     check_transformation,
     describe,
     is_traced,
@@ -98,6 +99,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
+    check_not_donated(state)
     like = tx.init(params)
     new, old = (to_own(plain_arrays(x)) for x in (like, state))
     values = dict(jax.tree.leaves_with_path(new))

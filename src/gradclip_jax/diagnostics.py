@@ -62,6 +62,7 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
     """
     hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
     _checks.check_not_traced("tree", tree, hint)
+    _checks.check_not_donated(tree, "tree")
     leaves = jax.tree.leaves_with_path(tree)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.

@@ -169,10 +169,13 @@ def test_a_guard_around_a_chain_with_an_accumulation_raises_in_init(name):
         tx.init(PARAMS)
 
 
-def test_a_schedule_that_takes_a_threshold_to_0_is_an_incident():
-    tx = watch(optax.chain(gcx.clip_by_global_norm(lambda step: 2.0 - step), sgd))
-    _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)
-    assert [x.kinds for x in gcx.Monitor(PARAMS).read(state).incidents] == [("clip",)]
+@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+@pytest.mark.parametrize("last", [0.0, -3.0])
+def test_a_schedule_that_takes_a_threshold_to_0_or_below_is_an_incident(clip, last):
+    tx = watch(optax.chain(clip(lambda step: jnp.maximum(2.0 - step, last)), sgd))
+    params, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)
+    (incident,) = gcx.Monitor(PARAMS).read(state).incidents
+    assert incident.kinds == ("clip",) and "16 gradients by 0" in str(incident)
 
 
 def window_over_devices(w, x):
