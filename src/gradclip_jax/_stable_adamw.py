@@ -90,13 +90,7 @@ def stable_adamw(
 
     def init(params: Tree) -> StableAdamWState:
         check_arrays("params", params)
-
-        def zeros(param: Array) -> Array:
-            if not is_inexact(param):
-                return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
-            return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
-
-        mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
+        mu, nu = (jax.tree.map(_zero_moment, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
@@ -133,6 +127,13 @@ def stable_adamw(
         return grads.replace(out), StableAdamWState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _zero_moment(param: Array) -> Array:
+    """Return the initial moment of a parameter, in at least float32."""
+    if not is_inexact(param):
+        return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
+    return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
 
 
 def _with_bias_correction(decay: Number, step: Array) -> Array:

@@ -74,12 +74,11 @@ def has_clip(state: Tree) -> bool:
 
 def is_only_clips(state: Tree) -> bool:
     """Return whether a state is that of a clip, or of clips in chains and other wrappers."""
-    if is_clip(state):
-        return True
-    state = getattr(state, "inner_state", state)
-    parts = list(state.values()) if isinstance(state, Mapping) else state
-    is_chain = type(parts) in (tuple, list) and len(parts) > 0
-    return all(map(is_only_clips, parts)) if is_chain else is_clip(state)
+    if hasattr(state, "inner_state"):
+        return is_only_clips(state.inner_state)
+    is_chain = (type(state) is tuple or isinstance(state, Mapping)) and len(state) > 0
+    parts = state.values() if isinstance(state, Mapping) else state
+    return is_clip(state) or (is_chain and all(map(is_only_clips, parts)))
 
 
 def is_clip_before_scale(state: Tree) -> bool:
@@ -113,7 +112,7 @@ def _has_loss_scale(state: Tree) -> bool:
     return any(map(is_loss_scale, jax.tree.leaves(state, is_leaf=is_loss_scale)))
 
 
-def check_no_clip_before_scale(state: Tree) -> None:
+def check_clip_order(state: Tree) -> None:
     """Raise if a chain clips gradients before the loss scale divides them."""
     if is_clip_before_scale(state):
         rule = "a state without a clip before the loss scale in the same chain"

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_not_donated,
-    check_number,
-    check_ord,
-    check_params,
-    describe,
-    is_scalar,
-    is_traced,
-)
+from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
 from .._devices import broadcast_scalar
 from .._errors import public, type_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
@@ -178,7 +170,6 @@ def norm_clip(
             norms = root_mean_squares(norms, leaves.arrays, axis_name)
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
-        check_not_donated(state)
         states = state.rules if isinstance(state, ClipState) else ()
         columns = norms, param_norms, states, is_finite
         thresholds, states = apply_rules(argument, rules, *columns)

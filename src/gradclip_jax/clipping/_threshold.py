@@ -20,6 +20,7 @@ from .._checks import (
     check_callable,
     check_dtype_kept,
     check_flag,
+    check_not_donated,
     check_number,
     describe,
     dtype_of,
@@ -294,6 +295,7 @@ def apply_rules(
     is_finite: Scalar,
 ) -> tuple[PerGroup, Tree]:
     """Return the threshold of each norm group, and the next states of the rules."""
+    check_not_donated(states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
     if len(rules) != 1:  # one for each group
         states = states or ((),) * len(rules)

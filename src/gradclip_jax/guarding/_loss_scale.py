@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .._checks import check_array, check_count, check_number, is_float0
 from .._errors import public, type_error
-from .._states import check_no_clip_before_scale, find_states, increment_where, plain_arrays
+from .._states import check_clip_order, find_states, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
@@ -83,7 +83,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         rule = "a state with exactly one loss scale"
         hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
-    check_no_clip_before_scale(state)
+    check_clip_order(state)
     check_array("loss", loss)
     value = jnp.asarray(loss)
     value = value.astype(wide_dtype(value.dtype))

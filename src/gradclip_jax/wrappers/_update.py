@@ -12,12 +12,7 @@ import optax
 
 from .._checks import check_same_structure, check_transformation, is_scalar, shortened
 from .._errors import public, type_error
-from .._states import (
-    check_no_clip_before_scale,
-    metric_names,
-    plain_arrays,
-    with_structure_of,
-)
+from .._states import check_clip_order, metric_names, plain_arrays, with_structure_of
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._execute import apply_updates, execute
@@ -128,7 +123,7 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
-    check_no_clip_before_scale(state)
+    check_clip_order(state)
     _check_order(grads, state, params)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
