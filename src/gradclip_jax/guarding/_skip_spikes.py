@@ -135,7 +135,6 @@ def skip_spikes(
         check=check,
         init=init,
         advance=lambda state, observed, skipped: observed,
-        checks_window=False,
         trainable=trainable,
         axis_name=axis_name,
         max_consecutive_skips=max_consecutive_skips,

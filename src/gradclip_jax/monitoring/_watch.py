@@ -34,8 +34,8 @@ from ..norms._mask import Mask, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
-from ..wrappers._execute import apply_updates
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
 from ._rows import MEASURED, TREE, Outcome, Row, names_of

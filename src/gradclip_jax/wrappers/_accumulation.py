@@ -51,6 +51,11 @@ class AccumulationState(NamedTuple):
     gradient: WeightedSum
     loss: WeightedSum
 
+    @property
+    def has_weight(self) -> Scalar:
+        """Whether the window contains a micro-batch of positive weight."""
+        return self.gradient.weight > 0
+
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for this state."""
         names = "mini_step", "gradient_step", "empty_windows"
@@ -88,6 +93,11 @@ class MicroBatch(NamedTuple):
     def is_given(self) -> Scalar:
         """Whether the call passes a gradient; the function `flush` passes zeros of weight 0."""
         return ~(self.flush & (self.weight == 0))
+
+    @property
+    def is_weighted(self) -> Scalar:
+        """Whether the weight is not 0, or is NaN, which guards reject."""
+        return self.weight != 0
 
 
 def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
@@ -162,7 +172,7 @@ class Accumulation(NamedTuple):
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
         # The comparison with `mini_step` keeps XLA from knowing the predicate; see `summand`.
-        is_added = arrived & (batch.weight != 0) & (mini_step > 0)
+        is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
@@ -216,7 +226,7 @@ class Accumulation(NamedTuple):
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
         """Return the state after the call, with the counts of windows and steps."""
-        is_empty = closes & ~(state.gradient.weight > 0)
+        is_empty = closes & ~state.has_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),
             empty_windows=increment_where(state.empty_windows, is_empty),

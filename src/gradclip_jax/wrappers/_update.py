@@ -15,8 +15,9 @@ from .._errors import public, type_error
 from .._states import check_clip_order, metric_names, plain_arrays, with_structure_of
 from .._types import Tree
 from ._accumulation import Accumulation
-from ._execute import apply_updates, execute
+from ._execute import execute
 from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
+from ._inner import apply_updates
 from ._nesting import Wrappers
 
 
@@ -53,17 +54,15 @@ class WrapperUpdate(InPlaceUpdate):
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the inner transformation, or zeros if it does not run."""
-        given = self.wrappers, updates, state, params, None, extra_args
-        (updates, _), _, state = execute(*given)
-        return updates, state
+        result = execute(self.wrappers, updates, state, params, extra_args)
+        return result.updates, result.state
 
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
-        given = self.wrappers, grads, state, params, params, extra_args, observe
-        (_, measured), params, state = execute(*given)
-        return params, state, measured
+        result = execute(self.wrappers, grads, state, params, extra_args, True, observe)
+        return result.params, result.state, result.measured
 
 
 def wrap(
