@@ -106,6 +106,12 @@ def is_traced(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
+def check_not_traced(argument: str, tree: Tree, hint: str) -> None:
+    """Raise if a function that runs on the host is called inside jit."""
+    if any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise type_error(argument, "passed outside `jit`", "an abstract array", hint)
+
+
 def is_float0(leaf: object) -> bool:
     """Return whether a leaf has dtype float0, the dtype of gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
@@ -272,6 +278,7 @@ def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> 
 
 _SIGNATURES = {
     "should_skip": "(grads, state, params, **extra_args) -> (skip, observed)",
+    "advance": "(state, observed, skipped) -> state",
     "predicate": "(grads, params, **extra_args) -> bool[]",
     "reaction": "(norm, threshold) -> factor",
 }

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import call_user, check_decays, check_number, check_params, check_state
+from ._checks import call_user, check_arrays, check_decays, check_number, check_params, check_state
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -89,11 +89,8 @@ def stable_adamw(
     check_axis_name(axis_name)
 
     def init(params: Tree) -> StableAdamWState:
-        def zeros(param: Array) -> Array:
-            dtype = jnp.result_type(param)
-            return jnp.zeros_like(param, wide_dtype(dtype) if is_inexact(param) else dtype)
-
-        mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
+        check_arrays("params", params)
+        mu, nu = (jax.tree.map(_zero_moment, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
@@ -130,6 +127,13 @@ def stable_adamw(
         return grads.replace(out), StableAdamWState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _zero_moment(param: Array) -> Array:
+    """Return the initial moment of a parameter, in at least float32."""
+    if not is_inexact(param):
+        return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
+    return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
 
 
 def _with_bias_correction(decay: Number, step: Array) -> Array:

@@ -94,13 +94,19 @@ class Split(NamedTuple):
             named.pop(f"args[{i}]", None)
         num_rows = self.size * self.parts
         for name, tree in {**named, **kwargs}.items():
-            if num_rows > 1 and any(np.shape(x)[:1] == (num_rows,) for x in jax.tree.leaves(tree)):
+            leaves = [x for x in jax.tree.leaves(tree) if not _is_raw_key(x)]
+            if num_rows > 1 and any(np.shape(x)[:1] == (num_rows,) for x in leaves):
                 message = (
                     f"{name} has as many rows as the batch, {num_rows}, but every micro-batch or "
                     "example receives all of them. If it belongs to the batch, pass it by position "
                     "and add its position to `batch_argnums`."
                 )
                 warnings.warn(message, stacklevel=2)
+
+
+def _is_raw_key(x: Any) -> bool:
+    """Return whether an array may be the result of `jax.random.PRNGKey`."""
+    return dtype_of(x) == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 def batch_size(batches: Mapping[str, Tree]) -> int:

@@ -21,6 +21,7 @@ from .._checks import (
     check_dtype_kept,
     check_flag,
     check_number,
+    check_values,
     describe,
     dtype_of,
     is_factory,
@@ -216,7 +217,8 @@ def apply_rule(
     state: Tree,
     param_norm: Array | None = None,
     is_finite: Scalar | bool = True,
-    argument: str = "threshold",
+    *,
+    argument: str,
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
@@ -294,6 +296,7 @@ def apply_rules(
     is_finite: Scalar,
 ) -> tuple[PerGroup, Tree]:
     """Return the threshold of each norm group, and the next states of the rules."""
+    check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
     if len(rules) != 1:  # one for each group
         states = states or ((),) * len(rules)

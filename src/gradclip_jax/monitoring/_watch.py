@@ -179,7 +179,8 @@ def watch(
         trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
             one, None for all. The other leaves may have any dtype; their updates do not change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
+            after `psum` or `pmean`.
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
             the data axis inside `shard_map` or `pmap`. None disables the check, which measures the
             parameters whatever `of` contains.

@@ -294,7 +294,7 @@ def _take_step(
         before, state = carry
         current = params if before is None else before
         given = received, state, current, extra_args
-        updates, after = run_inner(wrappers.inner, *given)
+        updates, after = run_inner(wrappers, *given)
         if before is None:
             updates = updates_for_caller(wrappers.inner, updates, call.grads, *given)
         measured = None if call.observe is None else call.observe(updates, before)

@@ -117,12 +117,20 @@ def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
     return None if value is None else mean_loss(extra_args, axis_name)
 
 
+def as_loss(argument: str, value: Any) -> Scalar:
+    """Convert a loss to float32[], or raise if it is not a real scalar."""
+    hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
+    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        raise type_error(argument, "a real scalar", describe(value), hint)
+    try:
+        return jnp.asarray(value, jnp.float32)
+    except OverflowError:
+        rule = "a number that float32 can represent"
+        raise value_error(argument, rule, "a larger integer", hint) from None
+
+
 def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return the loss in float32, averaged over devices if it differs between them."""
-    name, value = loss_argument(extra_args)
-    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
-        hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
-        raise type_error(name, "a real scalar", describe(value), hint)
-    loss = jnp.asarray(value, jnp.float32)
+    loss = as_loss(*loss_argument(extra_args))
     axes = shard_axes(loss, axis_name)
     return lax.pmean(loss, tuple(sorted(axes))) if axes else loss

@@ -8,31 +8,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import dtype_of, is_float0
-from .._errors import type_error
+from .._checks import dtype_of, is_float0, shortened
+from .._errors import named, type_error
 from .._run_if import like_dtypes
 from .._states import is_only_clips
 from .._types import Tree
 from ._guard import ExtraArgs
+from ._nesting import Wrappers
 
 
 def run_inner(
-    inner: optax.GradientTransformationExtraArgs,
+    wrappers: Wrappers,
     grads: Tree,
     state: Tree,
     params: Tree,
     extra_args: ExtraArgs,
 ) -> tuple[Tree, Tree]:
-    """Run a transformation, and raise if it changes the structure of its state."""
-    updates, after = inner.update(grads, state, params, **extra_args)
+    """Run the inner transformation, and raise if it changes the structure of its state."""
+    updates, after = wrappers.inner.update(grads, state, params, **extra_args)
     if jax.tree.structure(after) != jax.tree.structure(state):
-        got = f"{jax.tree.structure(state)} instead of {jax.tree.structure(after)}"
         hint = (
             "If a checkpoint contains lists instead of tuples, restore its leaves into the "
             "structure of `tx.init(params)` with `jax.tree.unflatten`."
         )
         rule = "a state whose structure the inner transformation keeps, with tuples and no lists"
-        raise type_error("state", rule, got, hint)
+        with named(wrappers.name):
+            raise type_error("state", rule, shortened(state), hint)
     is_identity = updates is grads and not jax.tree.leaves(state)
     if is_identity or is_only_clips(state):
         warnings.warn(

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar
-from .._errors import public
-from .._states import metric_names, plain_arrays, with_structure_of
+from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._errors import public, type_error
+from .._states import check_clip_order, metric_names, plain_arrays, with_structure_of
 from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
@@ -106,7 +106,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation.
+        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -123,6 +123,8 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
+    check_clip_order(state)
+    _check_order(grads, state, params)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
     if isinstance(tx.update, InPlaceUpdate):
@@ -131,6 +133,14 @@ def apply_gradients(
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
+
+
+def _check_order(grads: Tree, state: Tree, params: Tree) -> None:
+    """Raise if the parameters were passed before the state."""
+    kinds = [jax.tree.structure(x) for x in (grads, state, params)]
+    if kinds[0] == kinds[1] != kinds[2]:
+        hint = "Call `apply_gradients(tx, grads, state, params)`."
+        raise type_error("state", "the state of `tx`", f"{shortened(state)}, like `grads`", hint)
 
 
 def _warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
