@@ -71,7 +71,7 @@ class _Converter(NamedTuple):
     from_own: Callable[[Any, WrapperState], Any] | None = None
 
 
-def _own(**fields: Any) -> WrapperState:
+def wrapper_state(**fields: Any) -> WrapperState:
     """Return a state in which missing fields are None, so that they have no arrays."""
     missing: dict[str, Any] = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
     return WrapperState(**missing | fields)
@@ -81,14 +81,16 @@ def _own_window(node: Any, gradient: WeightedSum, **others: Any) -> WrapperState
     """Return the state of an accumulation, with those fields of a node that have the same names."""
     fields: dict[str, Any] = {name: getattr(node, name, None) for name in AccumulationState._fields}
     fields |= {"gradient": gradient, **others}
-    return _own(accumulation=AccumulationState(**fields))
+    return wrapper_state(accumulation=AccumulationState(**fields))
 
 
 def _own_guard(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
     """Return the state of one guard; a cause whose count is None is left out."""
     counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
     skipped = {cause: count for cause, count in causes.items() if count is not None}
-    return _own(grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts)
+    return wrapper_state(
+        grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts
+    )
 
 
 def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
@@ -104,7 +106,7 @@ def _to_multi_steps(like: optax.MultiStepsState, own: WrapperState) -> optax.Mul
 
 def _from_apply_if_finite(node: optax.ApplyIfFiniteState) -> WrapperState:
     guard = GuardState({"nonfinite": node.total_notfinite}, ())
-    return _own(consecutive_skips=node.notfinite_count, guards=(guard,))
+    return wrapper_state(consecutive_skips=node.notfinite_count, guards=(guard,))
 
 
 def _to_apply_if_finite(
