@@ -142,6 +142,8 @@ def reduce_arrays(
     arrays: Sequence[Array],
 ) -> Array:
     """Combine the results of `reduce` for all arrays, using stacks as in `map_arrays`."""
+    if len(arrays) == 1:
+        return reduce(arrays[0])
 
     def one_by_one(*arrays: Array) -> Array:
         return _in_pairs(combine, *map(reduce, arrays))
@@ -149,8 +151,6 @@ def reduce_arrays(
     def stacked(*arrays: Array) -> Array:
         return one_by_one(*stack(arrays, stackable(arrays)))
 
-    if len(arrays) < 2:
-        return one_by_one(*arrays)
     return lax.platform_dependent(*arrays, cpu=one_by_one, default=stacked)
 
 

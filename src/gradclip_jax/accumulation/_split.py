@@ -196,21 +196,26 @@ def _as_count(value: Number) -> int | Array:
 
 
 def batch_size(batches: Mapping[str, Tree]) -> int:
-    """Return the number of examples in trees of arrays with a leading batch axis.
+    """Return the number of examples in arguments whose leaves have a leading batch axis.
+
+    Args:
+        batches: Trees of arrays by their name, such as `args[1]`.
 
     Raises:
         ValueError: If the leaves have different lengths, with the path of one leaf of each length.
     """
-    sizes = {
-        np.shape(x)[:1]: f"{describe(x)} at {leaf_path(place, path)}"
-        for place, batch in batches.items()
-        for path, x in jax.tree.leaves_with_path(batch)
-    }
-    if len(sizes) != 1 or () in sizes:
+    leaves = jax.tree.leaves_with_path(batches)
+    lengths = {np.shape(x)[:1] for _, x in leaves}
+    if len(lengths) != 1 or () in lengths:
+        places = {
+            np.shape(x)[:1]: f"{describe(x)} at {leaf_path(path[0].key, path[1:])}"
+            for path, x in leaves
+        }
         rule = "arrays of equal length, with a leading batch axis"
         hint = "Pass one row per example in every leaf; split a key with `jax.random.split`."
-        raise value_error("batch", rule, ", ".join(sizes.values()) or "no leaves", hint)
-    return next(iter(sizes))[0]
+        raise value_error("batch", rule, ", ".join(places.values()) or "no leaves", hint)
+    ((length,),) = lengths
+    return length
 
 
 def check_parts(num_parts: Count, num_real: Number | None) -> None:
