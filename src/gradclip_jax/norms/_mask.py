@@ -26,7 +26,7 @@ def check_mask(mask: Mask) -> None:
 
 
 def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
-    """Return a tree like a gradient with whether the mask includes each leaf."""
+    """Return a tree of bools with the structure of a gradient: whether each leaf is included."""
     if callable(mask):
         mask = call_user("trainable", "trainable", mask, grads if params is None else params)
         check_mask(mask)
