@@ -105,7 +105,10 @@ def flush(
 
 
 class _Static(NamedTuple):
-    """An argument that is not an array; without a hash, it equals only itself."""
+    """An extra argument of `flush` that is not an array.
+
+    If its value cannot be hashed, it equals only itself.
+    """
 
     value: Any
 
@@ -128,8 +131,8 @@ def _flush(
 ) -> tuple[Tree, Tree]:
     """Return the updates and the state of a call that passes no gradient and closes the window.
 
-    `static` are the extra arguments that are not arrays, and the structure of all; `traced` are the
-    arrays.
+    `static` contains the extra arguments that are not arrays, and the structure of all extra
+    arguments; `traced` contains the extra arguments that are arrays.
     """
     others, structure = static
     leaves = [y if x is None else x.value for x, y in zip(others, traced, strict=True)]
@@ -167,12 +170,12 @@ def _without_outcomes(state: Tree) -> Tree:
 
 @jax.jit  # outside jit, constants would be transferred to the device one by one
 def _without_outcome(node: WrapperState) -> WrapperState:
-    """Clear the outcome of a call."""
+    """Return a wrapper state without the flags of its last call."""
     return node._replace(outcome=jnp.zeros_like(node.outcome))
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
-    """Return the old state, with the new states of `watch` and of all accumulations."""
+    """Return the old state, in which `watch` and all accumulations have their new states."""
 
     def select(old: Tree, new: Tree) -> Tree:
         if isinstance(old, WrapperState):

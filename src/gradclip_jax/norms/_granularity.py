@@ -218,7 +218,7 @@ def axes_within(axes: tuple[int, ...], x: Array, at: str = "") -> tuple[int, ...
 
 
 def _default_axes(path: Path, x: Array, axes: Axes | None) -> Axes:
-    """Return the axes over which each norm of a leaf is computed; None depends on the rank."""
+    """Return the axes over which each norm of a leaf is computed; None chooses them by rank."""
     rank = np.ndim(x)
     if axes is not None:
         return axes_within(axes, x, f" at {leaf_path('updates', path)}")

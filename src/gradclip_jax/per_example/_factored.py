@@ -250,7 +250,11 @@ def as_wide_array(value: Value) -> Array:
 
 
 def _multiply(term: Term) -> Array:
-    """Materialize a term. Rows with indices are added to the rows of zeros where possible."""
+    """Materialize a term.
+
+    A one-hot factor becomes a scatter-add into zeros. If its rows are an axis of the value, it
+    becomes a one-hot matrix instead.
+    """
     dense, hot, kept = term.dense, term.hot, term.kept
     if hot is None:
         return einsum(dense, kept).reshape(term.shape)

@@ -100,6 +100,7 @@ Kind: TypeAlias = tuple[bool, int, AxisLabels]
 
 
 def _kind(f: Factor) -> Kind:
+    """Return the labels of a factor; one-hot factors come first in their order."""
     return f.hot is None, f.hot or 0, f.labels
 
 
@@ -124,6 +125,7 @@ def _joined(terms: list[Term]) -> list[Term]:
 
 
 def _gram_square(terms: list[Term], zero: Scalar) -> tuple[Scalar, Scalar]:
+    """Return the squared norm of a sum of terms, and a bound on its error."""
     total, off, sizes = zero, zero, list[Scalar]()
     for n, term in enumerate(terms):
         grams, bounds, shares = zip(*(_gram(f, term) for f in term.factors), strict=True)
@@ -173,6 +175,7 @@ def _inner(left: Term, right: Term) -> Scalar:
 
 
 def _other_side(f: Factor) -> Factor:
+    """Return the conjugate of a factor as the right operand of an inner product."""
     return replace(f, array=jnp.conj(f.array), labels=(f.labels[0] + 1, *f.labels[1:]))
 
 
