@@ -31,7 +31,7 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK
+from ._outliers import BLOCK, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -216,7 +216,8 @@ class Policy:
             self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
         is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
-        num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
+        is_suspicious = is_bad | np.isin(rows.step, suspicious)
+        num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
         no_rewind = ""
         evidence = _evidence(rows, is_bad, num_rewinds)
@@ -326,8 +327,11 @@ def _single_rows(
     """
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
-    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
+    num_bad, num_skipped = (
+        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
+    )
+    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
+    num_open = run_lengths(is_open, ~is_open)
     _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
     yield "rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)
@@ -359,12 +363,6 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
             is_near = (rows.step >= first) & (rows.step < x.step + LASTING)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
-
-
-def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
-    """Return the number of consecutive true elements up to each one, among those that count."""
-    total = np.cumsum(is_true & is_counted)
-    return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
 def agreed(report: Report) -> Report:
