@@ -21,7 +21,6 @@
 """
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,18 +30,19 @@ from .._types import HostArray
 from ._outliers import (
     BLOCK,
     EXPLODED,
+    GAP,
     HISTORY,
     LOG_LOSS,
     LOSS,
-    NUM_ROUTINE,
     PARAMETER,
     PERIOD,
     RATIO,
     RISE,
     STARVING,
-    STREAKS,
+    STARVING_ROWS,
     TREE,
     UPDATE,
+    WINDOW,
     LastingRises,
     Outliers,
     Streaks,
@@ -57,9 +57,6 @@ runs."""
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """The flags of rows that are incidents even if no number in them is unusual."""
-
-INCIDENT_GAP = 8
-"""Maximum distance in rows between two incidents of one streak."""
 
 
 class Incident(NamedTuple):
@@ -250,8 +247,8 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
     if x.is_starving:
-        count, factor = STREAKS["starving clip"], row.factors.min()
-        text = f"a clip has multiplied {count} gradients by less than {STARVING}, now by"
+        factor = row.factors.min()
+        text = f"a clip has multiplied {STARVING_ROWS} gradients by less than {STARVING}, now by"
         yield Fault("clip", f"{text} {factor:.2g}")
     if row.outcome & Outcome.REPLICA_DIFFERS:
         yield Fault("replica", f"the parameters on device {row.device} differ")
@@ -304,10 +301,9 @@ class Detector:
         self.outliers, self.losses = Outliers(num_units, len(self.tap_names)), Losses()
         ratios = [RATIO["tree"], *[RATIO["part"]] * num_units]
         self.drifts = LastingRises(np.log(ratios))
-        self.zeros = Streaks([1, *[STREAKS["zero"]] * (num_units + 1)])  # tree, units, loss
-        self.small_factors = Streaks([STREAKS["zero"], STREAKS["starving clip"]])
-        self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
-        self.count = 0  # of rows
+        self.zeros = Streaks([1, *[PERIOD] * (num_units + 1)])  # tree, units, loss
+        self.small_factors = Streaks([PERIOD, STARVING_ROWS])
+        self.count, self.last_overflow = 0, -HISTORY  # number of rows, and one of them
         # The last incident, its row, and the first step of its streak.
         self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 
@@ -393,10 +389,11 @@ class Detector:
         if "loss" in kinds and math.isfinite(x.row.loss) and x.has_grown:
             faults.append(Fault("growth", "the loss has not fallen since the start"))
         if kinds == ["infinity"] and not x.row.outcome & Outcome.APPLIED:
-            self.overflows.append(x.place)
-            if len(self.overflows) == 1:
+            is_first, distance = self.last_overflow < 0, x.place - self.last_overflow
+            self.last_overflow = x.place
+            if is_first:
                 faults.append(Fault("note", "others as rare as this one are not reported"))
-            elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= x.place - HISTORY:
+            elif x.place < PERIOD or distance > WINDOW:  # a loss scale that is too large at first
                 return
         if faults:
             threshold = x.loss_rise.threshold if x.loss_rise else float(x.thresholds[LOSS])
@@ -406,7 +403,7 @@ class Detector:
         """Return the faults of a row as an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
         kinds, batch_id = tuple(fault.kind for fault in faults), None
-        is_near = x.place - self.last_row <= INCIDENT_GAP
+        is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
         streak = self.last.streak + 1 if is_near and has_common_kind else 1
         self.first_step = self.first_step if streak > 1 else step

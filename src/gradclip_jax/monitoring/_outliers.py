@@ -44,7 +44,8 @@ HISTORY = 2048
 PERIOD = 16
 """Rows without bounds, because their medians are not reliable yet; and rows between two
 computations of the statistics, which would otherwise dominate the time of a read. The
-`2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly."""
+`2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly. A
+unit, a loss or a clip factor that is zero in PERIOD rows has become zero."""
 
 WIDTH = {"tree": 3.0, "other": 6.0}
 """Standard deviations of the smallest bound. With less, noise is reported."""
@@ -64,22 +65,17 @@ BLOCK = 12
 RISE = 1.35
 """Smallest ratio of a lasting rise of the loss. With less, the noise of a loss is a rise."""
 
-STREAKS = {"zero": 16, "starving clip": 200}
-"""Rows of a streak: zeros of a unit, of the loss or of a clip factor, and clip factors below
-STARVING. With fewer, a batch without tokens for an expert, or the first steps of a run, are
-reported."""
+GAP = 8
+"""Rows between two incidents of one streak, and between two bad rows of one stretch; also the rows
+to which the threshold of an incident applies. With more, good batches are left out."""
 
-STARVING = 1e-3
-"""A clip whose factor is smaller leaves the optimizer almost no gradient. With more, the large
-gradients at the start of a run are reported."""
+STARVING, STARVING_ROWS = 1e-3, 200
+"""A clip whose factor is smaller in so many rows leaves the optimizer almost no gradient. With a
+larger factor or fewer rows, the large gradients at the start of a run are reported."""
 
 EXPLODED = 10.0
 """A loss that has fallen and then rises for good above so many times its first value has diverged.
 Without it, such a run is not told to rewind, because a value loss may grow as well."""
-
-NUM_ROUTINE = 4
-"""Infinite norms in HISTORY rows up to which they are routine overflows of a loss scale. Without
-it, each of them is reported."""
 
 TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
