@@ -33,26 +33,20 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK
+from ._outliers import BLOCK, GAP, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
-"""Rows without an incident before a save is proposed, and after a checkpoint before it is good."""
+"""Rows without an incident before a save is proposed, and after a checkpoint before it is good. A
+stretch that has not ended after so many rows, doubled after each rewind, leads to a rewind, and so
+do as many consecutive skipped steps."""
 
-BAD_ROWS, GAP = 3, 8
-"""A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
-
-STUCK = 32
-"""Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
-the number of consecutive skipped steps that lead to one."""
+BAD_ROWS = 3
+"""A stretch has at least so many bad rows, with at most GAP other rows between two of them."""
 
 MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
 after which earlier rewinds no longer count."""
-
-LASTING = 8
-"""Rows from an incident on to which its threshold for the loss applies. With more rows, the good
-batches with which a loss recovers would be left out as well."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -218,7 +212,8 @@ class Policy:
             self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
         is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
-        num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
+        is_suspicious = is_bad | np.isin(rows.step, suspicious)
+        num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
         no_rewind = ""
         evidence = _evidence(rows, is_bad, num_rewinds)
@@ -308,7 +303,7 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
         if len(stretch) >= BAD_ROWS:
             first, last = int(stretch[0]), int(stretch[-1])
             known, is_open = last + GAP + 1, False
-            if known >= len(steps) and len(steps) - first >= STUCK * 2**num_rewinds:
+            if known >= len(steps) and len(steps) - first >= QUIET * 2**num_rewinds:
                 known, is_open = len(steps) - 1, True
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
@@ -328,13 +323,16 @@ def _single_rows(
     """
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
-    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
+    num_bad, num_skipped = (
+        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
+    )
+    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
+    num_open = run_lengths(is_open, ~is_open)
     _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
     yield "rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)
     yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
-    yield "rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped
+    yield "rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped
     yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
     never = f"no window closed in {LONGEST_WINDOW} calls"
     yield "stop", never, num_open > LONGEST_WINDOW, none
@@ -358,15 +356,9 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
             is_outlier |= rows.step == x.step
         if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
             first = x.step - BLOCK + 1 if "risen" in kinds else x.step
-            is_near = (rows.step >= first) & (rows.step < x.step + LASTING)
+            is_near = (rows.step >= first) & (rows.step < x.step + GAP)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
-
-
-def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
-    """Return the number of consecutive true elements up to each one, among those that count."""
-    total = np.cumsum(is_true & is_counted)
-    return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
 def check_same_log(report: Report) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._policy import DECISION, LASTING, Policy
+from gradclip_jax.monitoring._outliers import GAP
+from gradclip_jax.monitoring._policy import DECISION, Policy
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
@@ -129,7 +130,7 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
     run.incidents.append(Incident(50, ("loss",), loss_threshold=15.0))
     assert run.read(100, loss=loss) == "rewind"
-    assert run.last.batch_ids == list(range(50, 50 + LASTING))
+    assert run.last.batch_ids == list(range(50, 50 + GAP))
 
 
 @pytest.mark.parametrize("kinds", [("risen",), ("loss", "growth")])
