@@ -34,14 +34,15 @@ from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
-LOG, RESULTS = "run.jsonl", pathlib.Path(__file__).parents[1] / "results"
+BATCHES, HELD_OUT = 1000, 64
 
 
 class Model(NamedTuple):
     params: Any
-    batch: Any  # function of a key
-    loss: Any  # function of the parameters and a batch
+    data: Any  # inputs and targets of all batches
+    loss: Any  # function of parameters, inputs and targets
     optimizer: Any
+    has_spike_guard: bool = False
 
 
 def cosine(rate):
@@ -52,46 +53,40 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def labelled(logits_of, width):
-    """Random inputs, and labels that are drawn from their logits."""
-
-    def batch(key):
-        x = jax.random.normal(key, (64, width))
-        return x, jax.random.categorical(jax.random.fold_in(key, 1), logits_of(x))
-
-    return batch
+def drawn(rng, logits):
+    return np.argmax(logits + rng.gumbel(size=logits.shape), -1)
 
 
-def logistic(key):
-    truth = jax.random.normal(jax.random.key(5), (20, 10))
+def logistic(key, rng):
+    x = rng.normal(size=(BATCHES, 64, 20))
+    data = x, drawn(rng, x @ rng.normal(size=(20, 10)))
     params = weights(key, w=(20, 10)) | {"b": jnp.zeros(10)}
-    loss = lambda p, x, y: cross_entropy(x @ p["w"] + p["b"], y)  # noqa: E731
-    return Model(params, labelled(lambda x: x @ truth, 20), loss, optax.sgd(cosine(0.1), 0.9))
+
+    def loss(p, x, y):
+        return cross_entropy(x @ p["w"] + p["b"], y)
+
+    return Model(params, data, loss, optax.sgd(cosine(0.1), momentum=0.9))
 
 
-def mlp(key):
-    def logits_of(x):
-        parts = jnp.sin(2 * x[:, 0]), x[:, 1] * x[:, 2], jnp.abs(x[:, 3]), x[:, 4]
-        return 2 * jnp.stack(parts, 1)
+def mlp(key, rng):
+    x = rng.normal(size=(BATCHES, 64, 8))
+    parts = np.sin(2 * x[..., 0]), x[..., 1] * x[..., 2], np.abs(x[..., 3]), x[..., 4]
+    data = x, drawn(rng, 2 * np.stack(parts, -1))
 
     def loss(p, x, y):
         h = jax.nn.gelu(x @ p["wi"] + p["b"])
         return cross_entropy(jax.nn.gelu(h @ p["mid"]) @ p["wo"], y)
 
     params = weights(key, wi=(8, 48), mid=(48, 48), wo=(48, 4)) | {"b": jnp.zeros(48)}
-    return Model(params, labelled(logits_of, 8), loss, optax.adamw(cosine(5e-3)))
+    return Model(params, data, loss, optax.adamw(cosine(5e-3)), has_spike_guard=True)
 
 
-def lm(key):
-    """A transformer for sequences with a constant difference, in which 1 of 10 tokens is wrong."""
-
-    def batch(key):
-        start, step = jax.random.randint(key, (2, 32, 1), 0, 5)
-        tokens = (start + (step + 1) * jnp.arange(13)) % 16
-        keys = jax.random.split(key)
-        noise = jax.random.randint(keys[0], tokens.shape, 0, 16)
-        tokens = jnp.where(jax.random.uniform(keys[1], tokens.shape) < 0.1, noise, tokens)
-        return tokens[:, :-1], tokens[:, 1:]
+def transformer(key, rng):
+    """Predict tokens with a constant difference, 1 of 10 of which is random."""
+    start, difference = rng.integers(0, 5, size=(2, BATCHES, 32, 1))
+    tokens = (start + (difference + 1) * np.arange(13)) % 16
+    noise = rng.integers(0, 16, size=tokens.shape)
+    tokens = np.where(rng.random(tokens.shape) < 0.1, noise, tokens)
 
     def loss(p, x, y):
         h = p["embed"][x] + p["position"]
@@ -103,16 +98,16 @@ def lm(key):
 
     shapes = {"qkv": (24, 72), "wo": (24, 24), "wi": (24, 48), "out": (48, 24)}
     params = weights(key, embed=(16, 24), position=(12, 24), head=(24, 16), **shapes)
-    return Model(params, batch, loss, optax.adamw(cosine(1e-2), weight_decay=0.1))
+    data = tokens[..., :-1], tokens[..., 1:]
+    return Model(params, data, loss, optax.adamw(cosine(1e-2), weight_decay=0.1))
 
 
-def convnet(key):
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        y = jax.random.randint(keys[0], (32,), 0, 4)
-        phase = jax.random.uniform(keys[1], (32, 1), maxval=6.3)
-        x = jnp.sin(phase + (y[:, None] + 1) * jnp.arange(24) / 2)
-        return (x + jax.random.normal(keys[2], x.shape))[..., None], y
+def convnet(key, rng):
+    """Classify the frequency of noisy signals."""
+    y = rng.integers(0, 4, size=(BATCHES, 32))
+    phase = rng.uniform(0, 2 * np.pi, size=(BATCHES, 32, 1))
+    x = np.sin(phase + (y[..., None] + 1) * np.arange(24) / 2)
+    x = (x + rng.normal(size=x.shape))[..., None]
 
     def loss(p, x, y):
         for name in ("conv1", "conv2"):
@@ -122,26 +117,23 @@ def convnet(key):
         return cross_entropy(x.mean(1) @ p["head"], y)
 
     params = weights(key, conv1=(5, 1, 16), conv2=(5, 16, 16), head=(16, 4))
-    return Model(params, batch, loss, optax.contrib.muon(cosine(1e-2)))
+    optimizer = optax.contrib.muon(cosine(1e-2))
+    return Model(params, (x, y), loss, optimizer, has_spike_guard=True)
 
 
-def autoencoder(key):
-    def batch(key):
-        keys = jax.random.split(key)
-        mixed = jax.random.normal(keys[0], (64, 3)) @ jnp.sin(jnp.arange(48.0)).reshape(3, 16)
-        x = jnp.tanh(mixed) + 0.5 * jax.random.normal(keys[1], (64, 16))
-        return x, x
+def autoencoder(key, rng):
+    x = np.tanh(rng.normal(size=(BATCHES, 64, 3)) @ np.sin(np.arange(48.0)).reshape(3, 16))
+    x += 0.5 * rng.normal(size=x.shape)
 
     def loss(p, x, y):
         h = jnp.tanh(jnp.tanh(x @ p["e1"]) @ p["e2"])
         return jnp.mean((jnp.tanh(h @ p["d1"]) @ p["d2"] - y) ** 2)
 
     params = weights(key, e1=(16, 32), e2=(32, 4), d1=(4, 32), d2=(32, 16))
-    return Model(params, batch, loss, optax.lion(cosine(2e-3)))
+    return Model(params, (x, x), loss, optax.lion(cosine(2e-3)))
 
 
-MODELS = logistic, mlp, lm, convnet, autoencoder
-
+MODELS = logistic, mlp, transformer, convnet, autoencoder
 SHAPES, TARGETS, FOREVER = ("element", "row", "lane"), ("gradient", "parameters", "moments"), 10**6
 
 
@@ -200,27 +192,29 @@ def no_corruption(leaves):
 class Lab:
     """A model, its optimizer, its data, and a compiled function for some steps."""
 
-    def __init__(self, make, is_guarded=False, seed=0):
-        self.name, self.seed = make.__name__, seed
-        self.params, self.batch, self.loss, optimizer = make(jax.random.key(seed))
-        step_size = optax.inject_hyperparams(optax.scale)(step_size=1.0)
-        optimizer = optax.chain(optimizer, step_size, scaled_by_fault())
-        tx = optax.chain(gcx.clip_by_global_norm(1.0), optimizer)
-        rule = gcx.thresholds.mean_std(6.0, window=128, warmup_steps=64)
-        tx = gcx.skip_spikes(tx, norm=rule, loss=rule) if is_guarded else tx
-        self.tx = gcx.watch(gcx.skip_nonfinite(tx))
-        self.run = {"params": self.params, "state": self.tx.init(self.params), "next_id": 0}
-        self.advance = jax.jit(lambda run, given, masks: jax.lax.scan(
-            functools.partial(self.step, masks=masks), run, given)[0])
-        keys = jax.random.split(jax.random.key(99), 64)
-        self.evaluate = jax.jit(
-            lambda params: jax.vmap(lambda key: self.loss(params, *self.batch(key)))(keys).mean()
-        )
+    def __init__(self, make):
+        self.name, self.model = make.__name__, make(jax.random.key(0), np.random.default_rng(0))
+        optimizer, loss = self.model.optimizer, self.model.loss
+        step_size = optax.inject_hyperparams(optax.scale)(step_size=1.0)  # as in examples/replay.py
+        tx = optax.chain(gcx.clip_by_global_norm(1.0), optimizer, step_size, scaled_by_fault())
+        if self.model.has_spike_guard:
+            rule = gcx.thresholds.mean_std(6.0, window=128, warmup_steps=64)
+            tx = gcx.skip_spikes(tx, norm=rule, loss=rule)
+        self.tx, params = gcx.watch(gcx.skip_nonfinite(tx)), self.model.params
+        self.start = {"params": params, "state": jax.jit(self.tx.init)(params), "next_id": 0}
+        self.shapes = {x.shape for x in jax.tree.leaves(params)}
+        self.data = [x.astype("f" if x.dtype == float else "i") for x in self.model.data]
+        held_out = [x[-HELD_OUT:] for x in self.data]
+        mean_loss = jax.jit(lambda params: jax.vmap(lambda x, y: loss(params, x, y))(*held_out).mean())
+        self.evaluate = lambda run: float(mean_loss(run["params"]))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def advance(self, run, given, masks):
+        return jax.lax.scan(lambda run, given: (self.step(run, *given, masks), None), run, given)[0]
 
     def is_target(self, leaf):
         """Whether a leaf is a gradient, a parameter, or a moment of one."""
-        shapes = {x.shape for x in jax.tree.leaves(self.params)}
-        return leaf.shape in shapes and leaf.dtype == jnp.float32 and leaf.ndim > 0
+        return leaf.shape in self.shapes and leaf.dtype == jnp.float32 and leaf.ndim > 0
 
     def corrupted(self, tree, masks, is_on):
         """Flip bits; bits that are not kept become those of the mask."""
@@ -235,26 +229,21 @@ class Lab:
 
         return jax.tree.map(corrupt, tree)
 
-    def step(self, run, given, masks):
-        batch_id, is_on, is_spoilt, rate = given
-        x, y = self.batch(jax.random.fold_in(jax.random.key(self.seed), batch_id))
-        y = jnp.where(is_spoilt, jnp.roll(y, 1, axis=0), y)
-        loss, grads = jax.value_and_grad(self.loss)(run["params"], x, y)
+    def step(self, run, batch_id, x, y, rate, is_on, masks):
+        loss, grads = jax.value_and_grad(self.model.loss)(run["params"], x, y)
         grads = self.corrupted(grads, masks["gradient"], is_on)
         extra_args = {"value": loss, "batch_id": batch_id, "rate": rate}
-        params, state = gcx.apply_gradients(
-            self.tx, grads, run["state"], run["params"], **extra_args
-        )
+        old = run["state"], run["params"]
+        params, state = gcx.apply_gradients(self.tx, grads, *old, **extra_args)
         params = self.corrupted(params, masks["parameters"], is_on)
-        state = state._replace(
-            inner_state=self.corrupted(state.inner_state, masks["moments"], is_on)
-        )
-        return {"params": params, "state": state, "next_id": batch_id + 1}, None
+        inner = self.corrupted(state.inner_state, masks["moments"], is_on)
+        state = state._replace(inner_state=inner)
+        return {"params": params, "state": state, "next_id": batch_id + 1}
 
     def masks(self, fault, seed):
         """Return the masks for each target; those of the fault change bits."""
-        state = [x for x in jax.tree.leaves(self.run["state"].inner_state) if self.is_target(x)]
-        leaves = dict.fromkeys(TARGETS, jax.tree.leaves(self.params)) | {"moments": state}
+        state = [x for x in jax.tree.leaves(self.start["state"].inner_state) if self.is_target(x)]
+        leaves = dict.fromkeys(TARGETS, jax.tree.leaves(self.model.params)) | {"moments": state}
         masks = {name: no_corruption(x) for name, x in leaves.items()}
         if fault.target:
             rng, is_stuck = np.random.default_rng(seed), len(fault.calls) > 1
@@ -287,8 +276,8 @@ class Job:
 
     def process(self):
         """Train as examples/replay.py does, after a kill from what is on the disk."""
-        monitor = gcx.Monitor(self.lab.params, log=self.log, resume=True, rewind_on_rise=True)
-        report, run = monitor.report, self.lab.run
+        monitor = gcx.Monitor(self.lab.model.params, log=self.log, resume=True, rewind_on_rise=True)
+        report, run = monitor.report, self.lab.start
         if self.disk:
             run = self.resume(report)
         else:
@@ -305,7 +294,7 @@ class Job:
                 if old < (report.good_step or 0):
                     self.may_die()
                     del self.disk[old]
-        return report, float(self.lab.evaluate(run["params"]))
+        return report, self.lab.evaluate(run)
 
     def advance(self, run, step, left_out):
         ids = (i for i in itertools.count(int(run["next_id"])) if i not in left_out)
@@ -316,8 +305,10 @@ class Job:
             fault.rate * fault.growth ** (t - fault.steps.start) if t in fault.steps else 1.0
             for t in steps
         ]
-        is_on, is_spoilt = [i in fault.calls for i in calls], [i in fault.batches for i in ids]
-        given = np.array(ids), np.array(is_on), np.array(is_spoilt), np.float32(rates)
+        is_on, (x, y) = [i in fault.calls for i in calls], [x[ids] for x in self.lab.data]
+        is_bad = np.reshape([i in fault.batches for i in ids], (-1, *[1] * (y.ndim - 1)))
+        y = np.where(is_bad, np.roll(y, 1, axis=1), y)
+        given = np.array(ids), x, y, np.float32(rates), np.array(is_on)
         return self.lab.advance(run, given, self.masks)
 
     def read(self, monitor, run):

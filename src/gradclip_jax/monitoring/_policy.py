@@ -12,6 +12,8 @@ FORGET steps, the transitions are:
 | | | were left out were not the cause, and are used again |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
+| running | parameters that a finite update made non-finite, n < 3 | pending, `rewind`; n + 1 |
+| running | the same, n = 3 | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
 | pending | more rows | the same action again |
@@ -31,7 +33,7 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK
+from ._outliers import BLOCK, WINDOW
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -145,7 +147,8 @@ class Evidence(NamedTuple):
 
     Attributes:
         step: Step at which the evidence is complete.
-        action: "rewind" or "stop".
+        action: "rewind", "stop", or "restore", a rewind that neither batches nor the learning rate
+            have caused.
         reason: Description.
         batch_ids: Batches to leave out.
         first: First step that is bad.
@@ -258,7 +261,9 @@ class Policy:
         last, action, reason = self.last, found.action, found.reason
         has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
         may_continue = last.is_open and num_rewinds == 1
-        if action == "rewind" and num_rewinds > 0:
+        if action == "restore":
+            action = "rewind"
+        elif action == "rewind" and num_rewinds > 0:
             if last.action == "lower":
                 action, reason = "stop", f"{reason}; earlier rewinds did not help"
             elif num_rewinds >= MOST_REWINDS or (has_returned and not may_continue):
@@ -301,10 +306,11 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
             first = int(rows.step[max(t + 1 - max(num, 1), 0)])
             left_out = batch_ids(window[t] - num + 1, window[t])
             yield Evidence(step, action, f"step {step}: {reason}", left_out, first)
-    steps, bad = rows.step[is_closed], window[is_bad]
+    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], window[is_bad]
+    last = -1
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
-        if len(stretch) >= BAD_ROWS:
-            first, last = int(stretch[0]), int(stretch[-1])
+        if len(stretch) >= BAD_ROWS and stretch[0] > last:
+            first, last = int(stretch[0]), _last_bad(losses, stretch)
             known, is_open = last + GAP + 1, False
             if known >= len(steps) and len(steps) - first >= STUCK * 2**num_rewinds:
                 known, is_open = len(steps) - 1, True
@@ -314,6 +320,22 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
                 reason += ", and they go on" if is_open else ""
                 found = "rewind", reason, batch_ids(first, last), int(steps[first]), is_open
                 yield Evidence(int(steps[known]), *found)
+
+
+def _last_bad(losses: HostArray, stretch: HostArray) -> int:
+    """Return the index of the last row before the losses have recovered from a stretch.
+
+    A loss has recovered if it is below the middle between the usual loss before the stretch and the
+    lowest loss of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
+    of a classifier that has become useless may be below them.
+    """
+    first, last = int(stretch[0]), int(stretch[-1])
+    before, lowest = losses[max(first - WINDOW, 0) : first], np.nanmin(losses[stretch])
+    if not (len(before) and np.isfinite(lowest)):
+        return last
+    is_high = ~(losses[last + 1 :] < (np.median(before) + lowest) / 2)
+    high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
+    return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])
 
 
 def _single_rows(
@@ -328,9 +350,14 @@ def _single_rows(
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
     num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
     num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
-    _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
+    _, update, parameter = is_finite = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
-    yield "rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)
+    # The norm of the parameters is that before the update.
+    was_finite = np.append(False, (is_finite.all(0) & rows.has(Outcome.HAS_UPDATE))[:-1])
+    is_hardware = ~parameter & was_finite
+    reason = "hardware: non-finite parameters after a finite update"
+    yield ("restore" if num_rewinds < MOST_REWINDS else "stop"), reason, is_hardware, none
+    yield "rewind", "non-finite parameters", is_fatal & ~is_hardware, np.maximum(num_bad, 1)
     yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
     yield "rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped
     yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
