@@ -16,6 +16,7 @@ Then 50 runs are killed twice each, at random points between two writes or withi
 
 import argparse
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -58,7 +59,7 @@ def drawn(rng, logits):
 
 
 def logistic(key, rng):
-    x = rng.normal(size=(BATCHES, 64, 20))
+    x = rng.normal(size=(BATCHES, 256, 20))
     data = x, drawn(rng, x @ rng.normal(size=(20, 10)))
     params = weights(key, w=(20, 10)) | {"b": jnp.zeros(10)}
 
@@ -69,7 +70,7 @@ def logistic(key, rng):
 
 
 def mlp(key, rng):
-    x = rng.normal(size=(BATCHES, 64, 8))
+    x = rng.normal(size=(BATCHES, 128, 8))
     parts = np.sin(2 * x[..., 0]), x[..., 1] * x[..., 2], np.abs(x[..., 3]), x[..., 4]
     data = x, drawn(rng, 2 * np.stack(parts, -1))
 
@@ -140,7 +141,8 @@ SHAPES, TARGETS, FOREVER = ("element", "row", "lane"), ("gradient", "parameters"
 class Fault(NamedTuple):
     """What goes wrong at some calls of the hardware, in some batches, or at some steps."""
 
-    name: str
+    kind: str
+    detail: str = ""
     calls: range = range(0)
     batches: range = range(0)
     steps: range = range(0)
@@ -148,6 +150,10 @@ class Fault(NamedTuple):
     growth: float = 1.0
     target: str = ""
     shape: str = ""
+
+    @property
+    def name(self):
+        return f"{self.kind}, {self.detail}"
 
     def lasts(self, call, step):
         """Return whether the fault is still there."""
@@ -158,13 +164,14 @@ def faults():
     """Return the 40 faults of each model."""
     for target, shape, count in itertools.product(TARGETS, SHAPES, (1, 50, FOREVER)):
         steps = {1: "one step", 50: "50 steps"}.get(count, "lasting")
-        yield Fault(f"{target}, {steps}", range(150, 150 + count), target=target, shape=shape)
+        calls = range(150, 150 + count)
+        yield Fault(target, f"{shape}, {steps}", calls, target=target, shape=shape)
     for count in (1, 10, 30, 60):
-        yield Fault("bad batches", batches=range(170, 170 + count))
+        yield Fault("bad batches", str(count), batches=range(170, 170 + count))
     for rate, start in itertools.product((3, 10), (0, 100, 200)):
-        yield Fault(f"rate x {rate}", steps=range(start, FOREVER), rate=rate)
+        yield Fault(f"rate x {rate}", f"from {start}", steps=range(start, FOREVER), rate=rate)
     for growth in (1.01, 1.02, 1.05):
-        yield Fault("rate grows", steps=range(100, FOREVER), growth=growth)
+        yield Fault("rate grows", f"x {growth}", steps=range(100, FOREVER), growth=growth)
 
 
 def corruption(rng, leaves, shape, is_stuck):
@@ -205,8 +212,8 @@ class Lab:
         self.shapes = {x.shape for x in jax.tree.leaves(params)}
         self.data = [x.astype("f" if x.dtype == float else "i") for x in self.model.data]
         held_out = [x[-HELD_OUT:] for x in self.data]
-        mean_loss = jax.jit(lambda params: jax.vmap(lambda x, y: loss(params, x, y))(*held_out).mean())
-        self.evaluate = lambda run: float(mean_loss(run["params"]))
+        losses = jax.vmap(loss, (None, 0, 0))
+        self.evaluate = jax.jit(lambda run: losses(run["params"], *held_out).mean())
 
     @functools.partial(jax.jit, static_argnums=0)
     def advance(self, run, given, masks):
@@ -261,23 +268,26 @@ class Job:
     def __init__(self, lab, fault, seed, folder, kills=()):
         self.lab, self.fault, self.masks = lab, fault, lab.masks(fault, seed)
         self.log, self.kills, self.rng = folder / "run.jsonl", kills, np.random.default_rng(seed)
-        self.disk, self.calls, self.points, self.actions = {}, 0, 0, []
-        while True:
-            try:
-                self.report, self.loss = self.process()
-                break
-            except Killed:
-                pass
+        self.disk, self.calls, self.points, self.num_kills = {}, 0, 0, 0
+        self.told, self.lost, self.last = None, [], None
+        folder.mkdir()
+        while self.last is None:
+            with contextlib.suppress(Killed):
+                self.report, self.last = self.process()
 
     def may_die(self):
         self.points += 1
         if self.points in self.kills:
+            self.num_kills += 1
             raise Killed
 
     def process(self):
         """Train as examples/replay.py does, after a kill from what is on the disk."""
         monitor = gcx.Monitor(self.lab.model.params, log=self.log, resume=True, rewind_on_rise=True)
         report, run = monitor.report, self.lab.start
+        if self.told is not None:
+            kept = [[x.batch_ids, x.num_lowers, x.num_rewinds] for x in (self.told, report)]
+            self.lost += [f"{kept[0]} became {kept[1]}"] if kept[0] != kept[1] else []
         if self.disk:
             run = self.resume(report)
         else:
@@ -294,7 +304,7 @@ class Job:
                 if old < (report.good_step or 0):
                     self.may_die()
                     del self.disk[old]
-        return report, self.lab.evaluate(run)
+        return report, run
 
     def advance(self, run, step, left_out):
         ids = (i for i in itertools.count(int(run["next_id"])) if i not in left_out)
@@ -319,8 +329,7 @@ class Job:
             with self.log.open("rb+") as file:
                 file.truncate(self.rng.integers(len(before), size + 1))
         self.may_die()
-        if report.action not in ("continue", "save"):
-            self.actions.append((report.action, report.reason, report.good_step, report.batch_ids))
+        self.told = report
         return report
 
     def save(self, step, run):
@@ -338,3 +347,107 @@ class Job:
                 del self.disk[later]
         run["state"] = optax.tree.set(run["state"], step_size=0.3**report.num_lowers)
         return run
+
+
+def ending(job, clean):
+    """Return how a run has ended, and its loss relative to the clean run."""
+    loss = float(job.lab.evaluate(job.last)) / clean - 1
+    if job.report.action == "stop":
+        lasts = job.fault.lasts(job.calls - 1, job.report.step - 1)
+        return "stopped" if lasts else "failed", loss
+    return ("better" if loss < -0.01 else "well" if loss <= 0.01 else "failed"), loss
+
+
+def events(job):
+    """Return the incidents, the decisions with the batches that they leave out, and the actions."""
+    lines = [json.loads(line) for line in job.log.read_text().splitlines()]
+    decisions = [(x["action"], x["batch_ids"]) for x in lines if "action" in x]
+    incidents = {(x["step"], *x["kinds"]) for x in lines if "kinds" in x}
+    return incidents, decisions, [action for action, _ in decisions]
+
+
+def differences(job, killed):
+    """Yield what a killed run has lost, or has decided otherwise than without kills."""
+    yield from killed.lost
+    if not job.fault.calls:  # steps that are repeated after a kill do not repeat a corruption
+        (incidents, decisions, _), again = events(job), events(killed)
+        if incidents - again[0]:
+            yield f"without the incidents {sorted(incidents - again[0])}"
+        if decisions != again[1]:
+            yield f"{decisions} became {again[1]}"
+
+
+class Results:
+    """The tables of the endings, of the runs that failed, and of the kills."""
+
+    def __init__(self):
+        self.endings, self.failed, self.kills = collections.Counter(), [], collections.Counter()
+
+    def add(self, job, clean):
+        end, loss = ending(job, clean)
+        self.endings[job.fault.kind, job.lab.name, end] += 1
+        name, actions = f"{job.lab.name}: {job.fault.name}", ", ".join(events(job)[2])
+        row = {"what": name, "loss": f"{100 * loss:+.2f} %", "actions": actions}
+        print(f"{end}: {' | '.join(row.values())}", flush=True)
+        self.failed += [row] if end == "failed" else []
+        return end
+
+    def add_killed(self, job, killed, clean):
+        """Compare a run that was killed with the same run without kills."""
+        ends, found = [ending(x, clean)[0] for x in (job, killed)], [*differences(job, killed)]
+        is_worse = ends[1] == "failed" != ends[0]
+        counts = {
+            "kills": killed.num_kills,
+            "runs": 1,
+            "runs that lost something": bool(killed.lost),
+        }
+        counts |= {"runs that differ": bool(found), "runs that end worse": is_worse}
+        self.kills.update(counts)
+        print(f"  killed {killed.num_kills} times, {ends[1]}", *found, sep="; ", flush=True)
+
+    def tables(self):
+        """Return the tables as lists of rows."""
+        names = ("well", "better", "stopped", "failed")
+        kinds, models = ({key[i]: None for key in self.endings} for i in (0, 1))
+        total = collections.Counter()
+        for (kind, model, end), count in self.endings.items():
+            for key in ((kind, model), (kind, "all"), ("all", model), ("all", "all")):
+                total[*key, end] += count
+        rows = [
+            {"what": kind}
+            | {x: " / ".join(str(total[kind, x, end]) for end in names) for x in (*models, "all")}
+            for kind in (*kinds, "all")
+        ]
+        kills = [{"what": key, "number": int(count)} for key, count in self.kills.items()]
+        title = "Fault and model: ends within 1 % of the clean run / better / stops / fails"
+        return {title: rows, "Runs that failed": self.failed, "Kills": kills}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="one model, 8 faults; print only")
+    options = parser.parse_args()
+    results, rng = Results(), np.random.default_rng(0)
+    for number, make in enumerate(MODELS[: 1 if options.small else None]):
+        lab = Lab(make)
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(lab, Fault("none"), 0, pathlib.Path(folder, "clean"))
+            clean = float(lab.evaluate(job.last))
+            print(f"{lab.name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
+            for i, fault in itertools.islice(enumerate(faults()), 0, None, 1 + 4 * options.small):
+                seed = 1000 * number + i
+                job = Job(lab, fault, seed, pathlib.Path(folder, f"{i}"))
+                results.add(job, clean)
+                if i % 4 == 0:
+                    kills = {*(1 + rng.choice(job.points, 2, replace=False)).tolist()}
+                    killed = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
+                    results.add_killed(job, killed, clean)
+    tables = results.tables()
+    for title, rows in tables.items():
+        print(f"\n**{title}**\n\n{_report.table(rows) if rows else 'none'}")
+    if not options.small:
+        _report.write({key: rows for key, rows in tables.items() if rows}, "closed loop")
+
+
+if __name__ == "__main__":
+    main()
