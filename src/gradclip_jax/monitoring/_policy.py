@@ -43,8 +43,8 @@ BAD_ROWS, GAP = 3, 8
 """A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
 
 STUCK = 32
-"""Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
-the number of consecutive skipped steps that lead to one."""
+"""Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind but
+not after "lower"; also the number of consecutive skipped steps that lead to one."""
 
 MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
@@ -222,7 +222,9 @@ class Policy:
         num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
         no_rewind = ""
-        evidence = _evidence(rows, is_bad, num_rewinds)
+        # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
+        patience = STUCK * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
+        evidence = _evidence(rows, is_bad, num_rewinds, patience)
         # Of two reasons at the same step, one to rewind wins over one to stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
@@ -292,8 +294,10 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evidence]:
-    """Yield all reasons to rewind or to stop."""
+def _evidence(
+    rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int
+) -> Iterator[Evidence]:
+    """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
     is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
 
@@ -312,7 +316,7 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
         if len(stretch) >= BAD_ROWS and stretch[0] > last:
             first, last = int(stretch[0]), _last_bad(losses, stretch)
             known, is_open = last + GAP + 1, False
-            if known >= len(steps) and len(steps) - first >= STUCK * 2**num_rewinds:
+            if known >= len(steps) and len(steps) - first >= patience:
                 known, is_open = len(steps) - 1, True
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"

@@ -162,6 +162,15 @@ def test_a_stretch_of_a_loss_near_the_threshold_goes_on_until_the_loss_has_recov
     assert run.read(58, loss=loss) == "rewind" and run.last.batch_ids == list(range(50, 90))
 
 
+def test_after_lower_a_stretch_of_32_rows_that_goes_on_stops_the_run():
+    run, actions = Run(saved=[0]), []
+    for _ in range(2):
+        actions.append(run.read(62, bad=[50, 51, 52]))
+        run.rewind()
+    actions.append(run.read(82, bad=range(50, 82)))
+    assert actions == ["rewind", "lower", "stop"]
+
+
 def test_parameters_that_a_finite_update_made_nonfinite_are_restored_and_no_batch_is_left_out():
     run, actions = Run(saved=[0]), []
     for _ in range(4):
