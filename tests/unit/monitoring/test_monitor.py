@@ -187,6 +187,14 @@ def test_a_state_that_was_restored_rewinds_before_the_next_step():
     assert monitor.read(train(early, 5, 7)).rows.step.tolist() == [5, 6]
 
 
+def test_a_rewind_after_which_all_rows_repeat_exactly_counts():
+    monitor, first, actions = gcx.Monitor(PARAMS), TX.init(PARAMS), []
+    for _ in range(3):
+        state = train(first, 0, 12, bad=range(5, 8))
+        actions += [monitor.read(state, saved=[0]).action for _ in range(2)]
+    assert actions == [*["rewind"] * 2, *["lower"] * 2, *["stop"] * 2]
+
+
 def test_a_state_that_goes_back_without_a_rewind_is_one_incident():
     monitor, early = gcx.Monitor(PARAMS), train(TX.init(PARAMS), 0, 5)
     monitor.read(train(early, 5, 10))
