@@ -183,8 +183,8 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
             start = {**zeros, **carry}
             outs = evaluate(closed, [*consts, *[start[i] for i in range(count)], *x], chosen)
             added = {i: as_factored(outs[i]) for i in lazy}
-            stacked = [as_factored(y) if isinstance(y, Convolution) else y for y in outs[count:]]
-            return {i: outs[i] for i in carry}, (added, stacked)
+            rows = [as_factored(y) if isinstance(y, Convolution) else y for y in outs[count:]]
+            return {i: outs[i] for i in carry}, (added, cast(list[Value], rows))
 
         carry: Values = {i: as_array(x) for i, x in enumerate(init) if i not in lazy}
         return lax.scan(body, carry, xs, p["length"], reverse=p["reverse"], unroll=p["unroll"])
