@@ -1,6 +1,7 @@
 """Guards, accumulations, micro-batches and `watch` that once went wrong without a sign."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -62,19 +63,31 @@ AROUND.pop("step")  # it keeps the old state
 OPTIMIZER = optax.chain(clip, optax.adamw(1e-2))
 
 
-@pytest.mark.parametrize("name", AROUND)
-def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
+def slow(*names):
+    return [pytest.param(x, marks=pytest.mark.slow) for x in names]
+
+
+@functools.cache
+def bits_of_bfloat16(wrap=lambda tx: tx):
     shape = (64,)
     keys = jax.random.split(jax.random.key(0), 9)
     params = {"w": jax.random.normal(keys[0], shape, jnp.bfloat16)}
     calls = [({"w": jax.random.normal(k, shape, jnp.bfloat16)}, {}) for k in keys]
-    inner = accumulate(OPTIMIZER, 3)
-    alone, _ = run(inner, calls, params, fast=True)
-    wrapped, _ = run(AROUND[name](inner), calls, params, fast=True)
-    assert np.asarray(wrapped["w"]).tobytes() == np.asarray(alone["w"]).tobytes()
+    return np.asarray(
+        run(wrap(accumulate(OPTIMIZER, 3)), calls, params, fast=True)[0]["w"]
+    ).tobytes()
 
 
-@pytest.mark.parametrize("name", [x for x in AROUND if x != "scale"])  # it divides gradients
+@pytest.mark.parametrize(
+    "name", ["spikes", "scale", *slow("nonfinite", "skip_if", "watch", "watch(nonfinite)")]
+)
+def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
+    assert bits_of_bfloat16(AROUND[name]) == bits_of_bfloat16()
+
+
+@pytest.mark.parametrize(  # a loss scale divides gradients
+    "name", ["skip_if", *slow("nonfinite", "spikes", "watch", "watch(nonfinite)")]
+)
 def test_a_wrapper_of_an_accumulation_needs_a_fifth_of_the_parameters_of_scratch(name):
     params = {f"w{i}": jnp.ones((256, 256)) for i in range(16)}
     tx = AROUND[name](accumulate(OPTIMIZER, 3))
@@ -194,6 +207,11 @@ def guarded():
     return nonfinite(accumulate(optax.chain(clip, sgd), 2))
 
 
+@functools.cache
+def watched_state():
+    return run(watch(guarded()), [(ONES, {})])[1]
+
+
 @pytest.mark.parametrize(
     "read",
     [gcx.has_updated, gcx.metrics, gcx.reset_accumulation, gcx.last_row]
@@ -201,7 +219,7 @@ def guarded():
     ids=["has_updated", "metrics", "reset_accumulation", "last_row", "flush"],
 )
 def test_readers_outside_jit_move_nothing_to_the_device(read):
-    _, state = run(watch(guarded()), [(ONES, {})])
+    state = watched_state()
     with jax.transfer_guard("disallow"):
         read(state)
 
@@ -333,6 +351,7 @@ def test_large_float64_gradients_are_applied():
         assert gcx.has_updated(state)
 
 
+@pytest.mark.slow
 @needs_eight_devices
 def test_an_accumulation_of_explicitly_sharded_gradients_runs_outside_jit():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -371,10 +390,14 @@ def test_each_micro_batch_receives_its_keys_of_a_tree():
 
 
 NESTED = {**AROUND, "accumulate": lambda tx: accumulate(tx, 2)}
+# In `make test`, each wrapper is once outside, around its predecessor; all other pairs are slow.
+PAIRS = [
+    pytest.param(x, y, marks=() if j == (i - 1) % len(NESTED) else pytest.mark.slow)
+    for (i, x), (j, y) in itertools.product(enumerate(NESTED), repeat=2)
+]
 
 
-@pytest.mark.parametrize("inner", NESTED)
-@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(outer, inner):
     try:
         tx = NESTED[outer](NESTED[inner](OPTIMIZER))

@@ -202,8 +202,7 @@ def test_a_state_that_goes_back_without_a_rewind_is_one_incident():
 
 def test_rows_with_equal_norms_and_another_loss_are_new():
     def state(loss):
-        update = TX.update(grads_of(0), TX.init(PARAMS), PARAMS, value=loss)
-        return update[1]
+        return UPDATE(grads_of(0), TX.init(PARAMS), PARAMS, value=loss, batch_id=0)[1]
 
     monitor = gcx.Monitor(PARAMS)
     assert monitor.read(state(2.0)).rows.loss.tolist() == [2.0]
