@@ -291,9 +291,7 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(
-    rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int
-) -> Iterator[Evidence]:
+def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) -> Iterator[Evidence]:
     """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
     is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
