@@ -14,7 +14,7 @@ import argparse
 import functools
 import math
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,15 @@ def gpt2(tokens: int, layers: int = 12, **shape: int) -> Model:
     return (lambda _, p, x: _gpt2.loss(p, x)), None, params, i32((tokens,))
 
 
+class Adapted(NamedTuple):
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.weight + (x @ self.a) @ self.b
+
+
 def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
     """Adapters of the four matrices of each layer."""
     base, names = _gpt2.gpt_shapes(layers, tokens=tokens), ("qkv", "out", "up", "down")
@@ -47,7 +56,7 @@ def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
 
     def loss(base: Any, adapters: Any, ids: jax.Array) -> jax.Array:
         def adapted(p: Any, adapter: Any) -> Any:
-            return p | {n: p[n] + a @ b for n, (a, b) in adapter.items()}
+            return p | {n: Adapted(p[n], a, b) for n, (a, b) in adapter.items()}
 
         return _gpt2.loss(base | {"blocks": list(map(adapted, base["blocks"], adapters))}, ids)
 
