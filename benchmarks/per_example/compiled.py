@@ -3,17 +3,18 @@
     python -m benchmarks.per_example.compiled                      # all models
     python -m benchmarks.per_example.compiled "GPT-2, 128 tokens"
 
-Each program is compiled for two batch sizes, from which the bytes of one more example follow, and
-GPT-2 with 2 and 4 layers, from which those of 12 follow. The largest batch fits in 80 GB beside
-parameters, gradients and the moments of Adam. FLOPs are counted before compilation. An environment
-of `make bench-compiled` with jax_privacy is needed.
+GPT-2 is compiled with 2 and 4 layers, from which the numbers of 12 layers follow: scratch and FLOPs
+are linear in the layers. The largest batch fits in 80 GB beside parameters, gradients and the
+moments of Adam, if scratch of GPT-2 is proportional to the batch. FLOPs are those of matrix
+products, and of the uncompiled program for the other models. An environment of
+`make bench-compiled` with jax_privacy is needed.
 """
 
+import argparse
 import functools
 import math
-import sys
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,15 @@ def gpt2(tokens: int, layers: int = 12, **shape: int) -> Model:
     return (lambda _, p, x: _gpt2.loss(p, x)), None, params, i32((tokens,))
 
 
+class Adapted(NamedTuple):
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.weight + (x @ self.a) @ self.b
+
+
 def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
     """Adapters of the four matrices of each layer."""
     base, names = _gpt2.gpt_shapes(layers, tokens=tokens), ("qkv", "out", "up", "down")
@@ -46,7 +56,7 @@ def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
 
     def loss(base: Any, adapters: Any, ids: jax.Array) -> jax.Array:
         def adapted(p: Any, adapter: Any) -> Any:
-            return p | {n: p[n] + a @ b for n, (a, b) in adapter.items()}
+            return p | {n: Adapted(p[n], a, b) for n, (a, b) in adapter.items()}
 
         return _gpt2.loss(base | {"blocks": list(map(adapted, base["blocks"], adapters))}, ids)
 
@@ -69,19 +79,14 @@ def table(rows: int = 1_000_000, width: int = 64, ids: int = 32) -> Model:
     return loss, None, params, (i32((ids,)), f32(()))
 
 
-MODELS = {f"GPT-2, {n} tokens": (gpt2, n, 4096 // n) for n in (128, 256, 512, 1024)}
-MODELS["GPT-2, LoRA of rank 8, 256 tokens"] = (lora, 256, 16)
+MODELS = {f"GPT-2, {n} tokens": (gpt2, n, 8192 // n) for n in (128, 256, 512, 1024)}
+MODELS["GPT-2, LoRA of rank 8, 256 tokens"] = (lora, 256, 32)
 MODELS["ResNet, 32 x 32"] = (resnet, None, 64)
 MODELS["table of 1 M rows"] = (table, None, 64)
 
 
 def compiled(program: str, model: Model, count: int) -> _devices.Compiled:
     return _devices.compile_for("cuda", *_placed(program, model, count, "cuda"))
-
-
-def flops(program: str, model: Model, count: int) -> float:
-    run, *args = _placed(program, model, count, "cpu")
-    return jax.jit(run).lower(*args).cost_analysis()["flops"]
 
 
 def _placed(program: str, model: Model, count: int, platform: str) -> tuple[Any, ...]:
@@ -91,40 +96,46 @@ def _placed(program: str, model: Model, count: int, platform: str) -> tuple[Any,
     return (lambda f, p, b: PROGRAMS[program](p, b, functools.partial(loss, f))), *args
 
 
-def measured(name: str) -> _report.Rows:
-    """A row for each program, from batches of `count` and of half as many examples."""
+def row(program: str, name: str) -> dict[str, Any]:
     make, tokens, count = MODELS[name]
     model = make() if tokens is None else make(tokens)
-    bytes_of = (4 * math.prod(x.shape) for x in jax.tree.leaves((model[1], [model[2]] * 4)))
-    resident, rows = sum(bytes_of), []
-    for what in PROGRAMS:
-        sizes = (count, count // 2)
-        if tokens is None:
-            more, less = (compiled(what, model, n).scratch for n in sizes)
-        else:
-            pairs = [[compiled(what, make(tokens, x), n).scratch for x in (2, 4)] for n in sizes]
-            more, less = (four + 4 * (four - two) for two, four in pairs)
+    if tokens is None:
+        less, more = (compiled(program, model, n).scratch for n in (count // 2, count))
         each = (more - less) / (count - count // 2)
-        free = 80e9 - resident - (more - count * each)
-        looped = 1 if "micro" in what else count  # XLA counts the body of a loop once
-        row = {
-            "what": what,
-            "scratch GB": round(more / 1e9, 3),
-            "MB per example": round(each / 1e6, 3),
-            "largest batch": f"{int(free / each):,}" if each > 1e3 else "any",
-            "GFLOP per example": round(flops(what, model, count) / looped / 1e9, 4),
-        }
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+        run, *args = _placed(program, model, count, "cpu")
+        flops = jax.jit(run).lower(*args).cost_analysis()["flops"]
+    else:
+        two, four = (compiled(program, make(tokens, layers), count) for layers in (2, 4))
+        more, flops = (b + 4 * (b - a) for a, b in zip(*map(_measures, (two, four)), strict=True))
+        each = more / count
+    resident = sum(4 * math.prod(x.shape) for x in jax.tree.leaves((model[1], [model[2]] * 4)))
+    free = 80e9 - resident - (more - count * each)
+    is_loop = "micro" in program  # XLA counts the body of a loop once
+    return {
+        "what": program,
+        "scratch GB": round(more / 1e9, 2),
+        "largest batch": "any" if is_loop else int(free / each),
+        "GFLOP per example": round(flops / (1 if is_loop else count) / 1e9, 4),
+    }
+
+
+def _measures(x: _devices.Compiled) -> tuple[float, float]:
+    return x.scratch, x.flops
 
 
 def main() -> None:
-    for name in sys.argv[1:] or MODELS:
-        about = {"device": "NVIDIA H100 80GB, compiled only", "cores": "-"}
-        about["jax_privacy"] = metadata.version("jax_privacy")
-        title = f"{name}; scratch of {MODELS[name][2]} examples"
-        _report.write({title: measured(name)}, "per-example", **about)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--programs", nargs="*", default=list(PROGRAMS))
+    options = parser.parse_args()
+    about = {"device": "NVIDIA H100 80GB, compiled only", "cores": "-"}
+    about["jax_privacy"] = metadata.version("jax_privacy")
+    for name in options.models:
+        title = f"{name}: {MODELS[name][2]} examples"
+        for program in options.programs:
+            rows = [row(program, name)]
+            print(name, rows, flush=True)
+            _report.write({title: rows}, "per-example", **about)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Arrays that are stored as sums of products of factors.
 
 For one example of T tokens, the gradient of `w` in `x @ w` is `sum over t of x_t g_t^T`, a product
-of two factors with T rows. For an embedding, one factor contains the row indices. For a
-convolution, one factor contains image patches. The gradient of expert weights has three factors,
-and the gradient of a weight that is used twice is a sum of two terms. All of these gradients have
-the form
+of two factors with T rows. For an embedding, one factor contains the row indices. The gradient of
+expert weights has three factors, and the gradient of a weight that is used twice is a sum of two
+terms. All of these gradients have the form
 
     value[a, b, ...] = sum over t of F1[t, a] F2[t, b] ...
 
 Axes are labeled as in `jnp.einsum`. Each axis of a factor has one label, and each axis of the value
-has a tuple of labels.
+has a tuple of labels. For a convolution, a factor would contain image patches, which are larger
+than the images. Therefore `Convolution` stores the images.
 """
 
 import dataclasses
