@@ -3,6 +3,7 @@
 import optax
 
 import gradclip_jax as gcx
+from measures import after_a_nan
 
 
 def skip_step_on_spikes(inner_opt, interval, scaling_factor):
@@ -33,3 +34,7 @@ DIFFERENCES = {
     ),
     "test_no_skip_without_kwargs": "`skip_spikes` raises without the loss that it must check.",
 }
+
+
+def gain(part):
+    return after_a_nan(part(optax.sgd(1.0), 128, 6.0), grad_norm=True)
