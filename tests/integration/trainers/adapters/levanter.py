@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from measures import after_a_nan
 
 import gradclip_jax as gcx
-from measures import after_a_nan
 
 
 class SkipStepState(NamedTuple):

@@ -1,9 +1,9 @@
 """MaxText: `skip_spikes` in the place of its guard."""
 
 import optax
+from measures import after_a_nan
 
 import gradclip_jax as gcx
-from measures import after_a_nan
 
 
 def skip_step_on_spikes(inner_opt, interval, scaling_factor):
