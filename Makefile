@@ -150,6 +150,9 @@ test-their-own-%: PY = .venv-trainer-$(SUITE)/bin/python
 test-their-own-%: CLONE = $(if $(CLONE_$(SUITE)),.theirs/$(CLONE_$(SUITE)))
 test-their-own-%:
 	$(MAKE) .venv-trainer-$(SUITE)/.installed
+	@test jax_privacy != $* -o -d "$(CLONE)" || { mkdir -p $(CLONE) && \
+		$(PY) -m pip download --quiet --no-deps --no-binary :all: -d build jax-privacy==2.0.0 && \
+		tar -xzf build/jax_privacy-2.0.0.tar.gz --strip-components=1 -C $(CLONE); }
 	@test -z "$(CLONE)" -o -d "$(CLONE)" || \
 		git clone --quiet --depth 1 $(CLONES)/$(CLONE_$(SUITE)) $(CLONE)
 	@set -e; folder="$(or $(CLONE),$$(cd build; ../$(PY) -c 'import optax; print(*optax.__path__)'))"; \
@@ -160,7 +163,7 @@ test-their-own-%:
 	@tail -n 1 build/their_own_$*.log | tee -a build/their_own.md
 
 .venv-trainer-optax/.installed: REQUIRES = 'optax>=0.2.8' flax absl-py
-.venv-trainer-jax_privacy/.installed: REQUIRES = jax-privacy dp-accounting chex absl-py
+.venv-trainer-jax_privacy/.installed: REQUIRES = jax-privacy==2.0.0 dp-accounting chex absl-py
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro
 .venv-trainer-keras/.installed: REQUIRES = keras
 .venv-trainer-nnx/.installed: REQUIRES = flax orbax-checkpoint
