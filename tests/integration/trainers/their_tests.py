@@ -45,16 +45,20 @@ class Replaced:
 
     def __init__(self, adapter):
         self.adapter, self.calls, self.lines = adapter, collections.Counter(), 0
-        self.theirs = {}
+        self.gain, self.gains = getattr(adapter, "gain", lambda part: ""), []
         self.outcomes, self.flags = collections.Counter(), os.environ.get("XLA_FLAGS", "")
-        for place, ours in adapter.REPLACES.items():
+        owners = {}
+        for place in adapter.REPLACES:
             module, _, name = place.partition(":")
-            *owners, name = name.split(".")
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            self.theirs[place] = getattr(owner, name)
-            self.lines += code_lines(inspect.getsource(self.theirs[place]))
+            *path, name = name.split(".")
+            owners[place] = functools.reduce(getattr, path, importlib.import_module(module)), name
+            theirs = getattr(*owners[place])
+            self.lines += code_lines(inspect.getsource(theirs))
+            self.gains.append(self.gain(theirs))
+        for place, ours in adapter.REPLACES.items():
             self.calls[place] = 0
-            setattr(owner, name, self.counted(place, ours))
+            self.gains.append(self.gain(ours))
+            setattr(*owners[place], self.counted(place, ours))
 
     def counted(self, place, ours):
         if isinstance(ours, type):
@@ -92,9 +96,7 @@ def main(name, folder):
     lines = adapter_lines(inspect.getsource(adapter))
     passed, differ = plugin.outcomes["passed"], plugin.outcomes["differ"]
     print(f"{name}: {dict(plugin.outcomes)}, calls {dict(plugin.calls)}")
-    gain = getattr(adapter, "gain", lambda part: "")
-    gains = [gain(part) for parts in (plugin.theirs, adapter.REPLACES) for part in parts.values()]
-    gained = " -> ".join(dict.fromkeys(filter(None, gains)))
+    gained = " -> ".join(dict.fromkeys(filter(None, plugin.gains)))
     print(f"| {name} | {plugin.lines} | {lines} | {passed} of {passed + differ} | {gained} |")
     return status or not plugin.calls.total() or plugin.outcomes["passed"] != adapter.PASSED
 
