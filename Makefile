@@ -126,29 +126,51 @@ test-trainer-%: .venv-trainer-%/.installed
 		.venv-trainer-$*/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/integration/trainers \
 		tests/integration/trainers/test_$*.py $(PYTEST_ARGS); done
 
-# Their own tests of the parts that an adapter replaces. Their archives on PyPI have no tests, so that
-# a clone is needed: of GitHub, or of CLONES=/path, a folder with owner/name in it. A command, not in CI.
+# Their own tests of the parts that an adapter replaces, and those of peers, with one row of the table
+# each. Archives on PyPI have no tests except Optax' wheel, so that a clone is needed: of GitHub, or of
+# CLONES=/path, a folder with owner/name in it. A command, not in CI.
 CLONES ?= https://github.com
-test-their-own: $(addprefix test-their-own-,tunix maxtext maxtext_accumulation)  ## trainers' own tests through adapters
+THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel optax jax_privacy
+CLONE_tunix := google/tunix
+CLONE_maxtext := AI-Hypercomputer/maxtext
+CLONE_levanter := marin-community/levanter
+CLONE_easydel := erfanzar/EasyDeL
+CLONE_jax_privacy := google-deepmind/jax_privacy
+PATH_tunix := .theirs/$(CLONE_tunix)
+PATH_maxtext := .theirs/$(CLONE_maxtext)/src
+PATH_levanter := .theirs/$(CLONE_levanter)/src
+PATH_easydel := .theirs/$(CLONE_easydel)
+test-their-own:  ## trainers' and peers' own tests through adapters; THEIRS="levanter optax" are two
+	@mkdir -p build; rm -f build/their_own.md
+	@for name in $(THEIRS); do $(MAKE) --no-print-directory test-their-own-$$name || failed=1; done; \
+		cat build/their_own.md; test -z "$$failed"
 
-test-their-own-%: CLONE = $(word 2,$(subst :, ,$(filter $(firstword $(subst _, ,$*)):%,\
-	tunix:google/tunix maxtext:AI-Hypercomputer/maxtext)))
+test-their-own-%: SUITE = $(patsubst %_accumulation,%,$*)
+test-their-own-%: PY = .venv-trainer-$(SUITE)/bin/python
+test-their-own-%: CLONE = $(if $(CLONE_$(SUITE)),.theirs/$(CLONE_$(SUITE)))
 test-their-own-%:
-	$(MAKE) .venv-trainer-$(firstword $(subst _, ,$*))/.installed
-	@test -d .theirs/$(CLONE) || git clone --quiet --depth 1 $(CLONES)/$(CLONE) .theirs/$(CLONE)
-	@set -e; for devices in 1 8; do echo "== $* on $$devices"; \
+	$(MAKE) .venv-trainer-$(SUITE)/.installed
+	@test jax_privacy != $* -o -d "$(CLONE)" || { mkdir -p $(CLONE) && \
+		$(PY) -m pip download --quiet --no-deps --no-binary :all: -d build jax-privacy==2.0.0 && \
+		tar -xzf build/jax_privacy-2.0.0.tar.gz --strip-components=1 -C $(CLONE); }
+	@test -z "$(CLONE)" -o -d "$(CLONE)" || \
+		git clone --quiet --depth 1 $(CLONES)/$(CLONE_$(SUITE)) $(CLONE)
+	@set -e; folder="$(or $(CLONE),$$(cd build; ../$(PY) -c 'import optax; print(*optax.__path__)'))"; \
+	for devices in 1 8; do echo "== $* on $$devices"; \
 		JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$$devices \
-		PYTHONPATH=$(if $(filter tunix,$*),.theirs/$(CLONE)) \
-		.venv-trainer-$(firstword $(subst _, ,$*))/bin/python \
-		tests/integration/trainers/their_tests.py $* .theirs/$(CLONE); done
+		PYTHONPATH=$(PATH_$(SUITE)) $(PY) tests/integration/trainers/their_tests.py $* "$$folder" \
+		> build/their_own_$*.log || { tail -n 30 build/their_own_$*.log; exit 1; }; done
+	@tail -n 1 build/their_own_$*.log | tee -a build/their_own.md
 
+.venv-trainer-optax/.installed: REQUIRES = 'optax>=0.2.8' flax absl-py
+.venv-trainer-jax_privacy/.installed: REQUIRES = jax-privacy==2.0.0 dp-accounting chex absl-py
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro
 .venv-trainer-keras/.installed: REQUIRES = keras
 .venv-trainer-nnx/.installed: REQUIRES = flax orbax-checkpoint
 .venv-trainer-netket/.installed: REQUIRES = netket
 .venv-trainer-brax/.installed: REQUIRES = brax 'jax<0.10'
 .venv-trainer-tunix/.installed: REQUIRES = google-tunix chex
-.venv-trainer-levanter/.installed: REQUIRES = marin-levanter chex
+.venv-trainer-levanter/.installed: REQUIRES = marin-levanter chex ray
 .venv-trainer-kauldron/.installed: REQUIRES = kauldron
 .venv-trainer-easydel/.installed: REQUIRES = easydel pillow torch
 .venv-trainer-maxtext/.installed: REQUIRES = 'maxtext[tpu]'

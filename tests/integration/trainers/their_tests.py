@@ -4,7 +4,8 @@
 
 FOLDER has their tests: an unpacked archive of PyPI, or a clone where the archive has no tests. The
 modules in `adapters` name what they replace, the tests of that part, the number of these tests that
-pass, and the tests that cannot pass, with the difference that is documented for each.
+pass, and the tests that cannot pass, with the difference that is documented for each. `gain`, if an
+adapter has it, measures a run with their part and with ours.
 """
 
 import ast
@@ -35,6 +36,7 @@ def code_lines(source):
 def adapter_lines(source):
     """Number of lines of code of an adapter: its functions and classes."""
     parts = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef))
+    parts = (part for part in parts if part.name != "gain")
     return sum(code_lines(ast.get_source_segment(source, part)) for part in parts)
 
 
@@ -43,14 +45,20 @@ class Replaced:
 
     def __init__(self, adapter):
         self.adapter, self.calls, self.lines = adapter, collections.Counter(), 0
+        self.gain, self.gains = getattr(adapter, "gain", lambda part: ""), []
         self.outcomes, self.flags = collections.Counter(), os.environ.get("XLA_FLAGS", "")
-        for place, ours in adapter.REPLACES.items():
+        owners = {}
+        for place in adapter.REPLACES:
             module, _, name = place.partition(":")
-            *owners, name = name.split(".")
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            self.lines += code_lines(inspect.getsource(getattr(owner, name)))
+            *path, name = name.split(".")
+            owners[place] = functools.reduce(getattr, path, importlib.import_module(module)), name
+            theirs = getattr(*owners[place])
+            self.lines += code_lines(inspect.getsource(theirs))
+            self.gains.append(self.gain(theirs))
+        for place, ours in adapter.REPLACES.items():
             self.calls[place] = 0
-            setattr(owner, name, self.counted(place, ours))
+            self.gains.append(self.gain(ours))
+            setattr(*owners[place], self.counted(place, ours))
 
     def counted(self, place, ours):
         if isinstance(ours, type):
@@ -68,9 +76,9 @@ class Replaced:
     def pytest_collection_modifyitems(self, items):
         os.environ["XLA_FLAGS"] = self.flags  # a test module may set its own number of devices
         for item in items:
-            for name, reason in self.adapter.DIFFERENCES.items():
-                if item.name.startswith(name):
-                    item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+            if item.name in self.adapter.DIFFERENCES:
+                reason = self.adapter.DIFFERENCES[item.name]
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     def pytest_runtest_logreport(self, report):
         if type(report) is not pytest.TestReport:
@@ -85,10 +93,11 @@ def main(name, folder):
     plugin = Replaced(adapter)
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir=."]
     status = pytest.main([*options, *adapter.TESTS], plugins=[plugin])
-    ours = adapter_lines(inspect.getsource(adapter))
-    print(
-        f"{name}: {dict(plugin.outcomes)}, calls {dict(plugin.calls)}, lines {plugin.lines}, {ours}"
-    )
+    lines = adapter_lines(inspect.getsource(adapter))
+    passed, differ = plugin.outcomes["passed"], plugin.outcomes["differ"]
+    print(f"{name}: {dict(plugin.outcomes)}, calls {dict(plugin.calls)}")
+    gained = " -> ".join(dict.fromkeys(filter(None, plugin.gains)))
+    print(f"| {name} | {plugin.lines} | {lines} | {passed} of {passed + differ} | {gained} |")
     return status or not plugin.calls.total() or plugin.outcomes["passed"] != adapter.PASSED
 
 

@@ -23,5 +23,8 @@ def clip_pytree(pytree, clip_norm, rescale_to_unit_norm=False, nan_safe=True, re
 
 REPLACES = {"jax_privacy.clipping:clip_pytree": clip_pytree}
 TESTS = ["tests/clipping_test.py", "tests/gradient_clipping_test.py"]
-PASSED = 0
-DIFFERENCES = {}
+PASSED = 190
+ROUNDED = "The leaves in float16 and bfloat16 are rounded to nearest: the norm is 1.00005, not 1."
+DIFFERENCES = {
+    f"test_clip_pytree_has_bounded_norm{i}": ROUNDED for i in [33, 35, *range(41, 56, 2)]
+}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from measures import after_a_nan
 
 import gradclip_jax as gcx
 
@@ -49,3 +50,9 @@ DIFFERENCES = {
         "`skip_spikes` raises a TypeError with another text without the loss that it must check."
     ),
 }
+
+
+def gain(part):
+    from levanter.optim.skipstep import SkipStepConfig
+
+    return after_a_nan(part(SkipStepConfig(), optax.sgd(1.0))) if part.__name__ == "wrap" else ""

@@ -1,6 +1,7 @@
 """MaxText: `skip_spikes` in the place of its guard."""
 
 import optax
+from measures import after_a_nan
 
 import gradclip_jax as gcx
 
@@ -33,3 +34,7 @@ DIFFERENCES = {
     ),
     "test_no_skip_without_kwargs": "`skip_spikes` raises without the loss that it must check.",
 }
+
+
+def gain(part):
+    return after_a_nan(part(optax.sgd(1.0), 128, 6.0), grad_norm=True)
