@@ -19,7 +19,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import json
 import pathlib
 import tempfile
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ import gradclip_jax as gcx
 from benchmarks import _report
 from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
+from gradclip_jax.monitoring._log import read_lines
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
 BATCHES, HELD_OUT = 1000, 64
@@ -360,7 +360,7 @@ def ending(job, clean):
 
 def events(job):
     """Return the incidents, the decisions with the batches that they leave out, and the actions."""
-    lines = [json.loads(line) for line in job.log.read_text().splitlines()]
+    lines = read_lines(job.log)  # without lines that were cut off by a kill
     decisions = [(x["action"], x["batch_ids"]) for x in lines if "action" in x]
     incidents = {(x["step"], *x["kinds"]) for x in lines if "kinds" in x}
     return incidents, decisions, [action for action, _ in decisions]
