@@ -334,7 +334,7 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     of a classifier that has become useless may be below them.
     """
     first, last = int(stretch[0]), int(stretch[-1])
-    before, lowest = losses[max(first - WINDOW, 0) : first], np.nanmin(losses[stretch])
+    before, lowest = losses[max(first - WINDOW, 0) : first], np.fmin.reduce(losses[stretch])
     if not (len(before) and np.isfinite(lowest)):
         return last
     is_high = ~(losses[last + 1 :] < (np.median(before) + lowest) / 2)
