@@ -33,7 +33,7 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, WINDOW
+from ._outliers import BLOCK, WINDOW, median
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -334,10 +334,11 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     of a classifier that has become useless may be below them.
     """
     first, last = int(stretch[0]), int(stretch[-1])
-    before, lowest = losses[max(first - WINDOW, 0) : first], np.fmin.reduce(losses[stretch])
-    if not (len(before) and np.isfinite(lowest)):
+    before = losses[max(first - WINDOW, 0) : first]
+    middle = (median(before) + np.fmin.reduce(losses[stretch])) / 2 if first else np.nan
+    if not np.isfinite(middle):
         return last
-    is_high = ~(losses[last + 1 :] < (np.median(before) + lowest) / 2)
+    is_high = ~(losses[last + 1 :] < middle)
     high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
     return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])
 
