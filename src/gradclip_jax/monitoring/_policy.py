@@ -329,13 +329,13 @@ def _evidence(
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     """Return the index of the last row before the losses have recovered from a stretch.
 
-    A loss has recovered if it is below the middle between the usual loss before the stretch and the
-    lowest loss of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
+    A loss has recovered if it is below the middle between the median loss before the stretch and
+    that of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
     of a classifier that has become useless may be below them.
     """
     first, last = int(stretch[0]), int(stretch[-1])
     before = losses[max(first - WINDOW, 0) : first]
-    middle = (median(before) + np.fmin.reduce(losses[stretch])) / 2 if first else np.nan
+    middle = (median(before) + median(losses[stretch])) / 2 if first else np.nan
     if not np.isfinite(middle):
         return last
     is_high = ~(losses[last + 1 :] < middle)
