@@ -286,8 +286,12 @@ class Job:
         monitor = gcx.Monitor(self.lab.model.params, log=self.log, resume=True, rewind_on_rise=True)
         report, run = monitor.report, self.lab.start
         if self.told is not None:
-            kept = [[x.batch_ids, x.num_lowers, x.num_rewinds] for x in (self.told, report)]
-            self.lost += [f"{kept[0]} became {kept[1]}"] if kept[0] != kept[1] else []
+            # A decision that was written before the kill is in force, although no one was told.
+            is_newer = report.num_rewinds > self.told.num_rewinds
+            if not is_newer and report.batch_ids != self.told.batch_ids:
+                self.lost.append(f"{self.told.batch_ids} became {report.batch_ids}")
+            if (report.num_rewinds, report.num_lowers) < self.told[5:7]:
+                self.lost.append("a rewind")
         if self.disk:
             run = self.resume(report)
         else:

@@ -1,16 +1,19 @@
 """Convert an optimizer state to the state of another optimizer during training.
 
-States of `optax.MultiSteps` and `optax.apply_if_finite`, and those of earlier versions of this
-package, are first converted to states of this package. Guards, clips, accumulations and `watch` are
-then matched by type and by the number of accumulations around them, and copied in order. Those
-without a counterpart are initialized or dropped. All other arrays must be the same in both
-optimizers, in the same order.
+The conversion has three steps:
+
+1. `_converters.py` converts states of `optax.MultiSteps`, of `optax.apply_if_finite` and of earlier
+   versions of this package to states of this package.
+2. The states of clips, guards, accumulations and `watch` are matched by type and by the number of
+   accumulations around them, and copied in order. A state of the old optimizer without a
+   counterpart is dropped, and a state of the new optimizer without a counterpart is initialized.
+3. All other arrays are copied. They must be the same in both optimizers, in the same order.
 """
 
 import collections
-from collections.abc import Hashable, Iterator
-from itertools import zip_longest
-from typing import NamedTuple
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +23,19 @@ import optax
 from ._checks import (
     check_arrays,
     check_choice,
+    check_one_run,
     check_transformation,
     describe,
     is_traced,
     leaf_path,
 )
-from ._converters import from_own, to_own
+from ._converters import from_own, to_own, wrapper_state
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
-from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
+from ._states import is_own_state, metric_names, metrics, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from .wrappers._accumulation import AccumulationState
-from .wrappers._state import WrapperState
+from .wrappers._state import GuardState, WrapperState
 
 
 @public
@@ -98,32 +102,41 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
+    check_one_run(metrics(state).values())
     like = tx.init(params)
-    new, old = (to_own(plain_arrays(x)) for x in (like, state))
-    values = dict(jax.tree.leaves_with_path(new))
-    values.update((path, value) for path, value in _pairs(new, old))
-    unmatched = _parts(old)
-    for key, parts in _parts(new).items():
-        if len(parts) != len(unmatched[key]):
-            continue
-        for (path, x), (old_path, y) in zip(parts, unmatched.pop(key), strict=True):
-            copied = _copied(x, y, old_path, reduction)
-            values.update(((*path, *rest), v) for rest, v in jax.tree.leaves_with_path(copied))
-    for parts in unmatched.values():
-        for path, x in parts:
-            if isinstance(x, WrapperState) and x.accumulation is not None:
-                _check_closed(x, path)
+    new, old = to_own(plain_arrays(like)), to_own(plain_arrays(state))
+    values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))
+    values.update(_matched_leaves(new, old))
+    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
+    for key, parts in new_parts.items():
+        if len(parts) == len(old_parts[key]):
+            for part, old_part in zip(parts, old_parts.pop(key), strict=True):
+                copied = _copied(part, old_part, reduction)
+                for path, value in jax.tree.leaves_with_path(copied):
+                    values[*part.path, *path] = value
+    for part in itertools.chain(*old_parts.values()):  # the parts that were not copied
+        if part.is_accumulation:
+            _check_closed(part)
     converted = jax.tree.map_with_path(lambda path, _: values[path], new)
     converted = from_own(plain_arrays(like), converted)
     return with_structure_of(like, like_dtypes(converted, plain_arrays(like)))
 
 
+def _field(name: str) -> Hashable:
+    """Return the key of a field in the path of an array."""
+    return jax.tree_util.GetAttrKey(name)
+
+
+# Arrays outside the states of this package
+
+
 class _Leaf(NamedTuple):
-    """An array of a state.
+    """An array that belongs to no clip, guard, accumulation or `watch`.
 
     Attributes:
-        keys: Types of the states and containers around it except tuples, with the keys in them.
-        path: Its path.
+        keys: Types of the containers around the array and its keys in them. Tuples, which are the
+            states of `optax.chain`, are omitted, because chains may be nested differently.
+        path: Path of the array in the optimizer state.
         value: The array.
     """
 
@@ -133,155 +146,217 @@ class _Leaf(NamedTuple):
 
 
 def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Iterator[_Leaf]:
-    """Yield all arrays except those of clips, guards, accumulations and `watch` themselves."""
-    kind = type(node)
+    """Yield the arrays that belong to no clip, guard, accumulation or `watch`."""
     if is_own_state(node):
-        place = (*path, jax.tree_util.GetAttrKey("inner_state"))
-        yield from _leaves(getattr(node, "inner_state", ()), place, keys)
-    else:
-        children, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
-        if structure == jax.tree.structure(0):
-            yield _Leaf(keys, path, node)
-            return
-        for key, child in children:
-            inside = keys if kind is tuple else (*keys, kind, *key)  # chains may be nested
-            yield from _leaves(child, (*path, *key), inside)
+        if hasattr(node, "inner_state"):
+            yield from _leaves(node.inner_state, (*path, _field("inner_state")), keys)
+        return
+    children, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if structure == jax.tree.structure(0):
+        yield _Leaf(keys, path, node)
+        return
+    for key, child in children:
+        child_keys = keys if type(node) is tuple else (*keys, type(node), *key)
+        yield from _leaves(child, (*path, *key), child_keys)
 
 
-def _pairs(like: Tree, given: Tree, path: Path = ()) -> Iterator[tuple[Path, Array]]:
-    """Yield the path of each array of `like` with the value of its counterpart in `given`."""
-    for new, old in zip_longest(_leaves(like), _leaves(given, path)):
-        got = f"{_shown('state', old)} instead of {_shown('tx.init(params)', new)}"
-        if new is None or old is None or new.keys != old.keys:
+def _matched_leaves(new: Tree, old: Tree, old_path: Path = ()) -> Iterator[tuple[Path, Array]]:
+    """Yield the path of each array in a new state, and the value of its counterpart in an old one.
+
+    `old_path` is the path of the old state in the optimizer state, for error messages.
+    """
+    for like, given in itertools.zip_longest(_leaves(new), _leaves(old, old_path)):
+        got = f"{_shown('state', given)} instead of {_shown('tx.init(params)', like)}"
+        if like is None or given is None or like.keys != given.keys:
             rule = "a state that matches the state of `tx`"
             hint = (
                 "Pass an `.opt_state` or a checkpoint of it. Only clips, guards, accumulations and "
                 "`watch` may be added, removed or moved."
             )
             raise type_error("state", rule, got, hint)
-        if np.shape(new.value) != np.shape(old.value):
+        if np.shape(like.value) != np.shape(given.value):
             rule, hint = "the parameters of `state`", "Pass the parameters of its last update."
             raise type_error("params", rule, got, hint)
-        yield new.path, old.value
+        yield like.path, given.value
 
 
 def _shown(argument: str, leaf: _Leaf | None) -> str:
+    """Describe an array, the state that contains it and its path for an error message."""
     if leaf is None:
         return "nothing"
-    state = next((f" of {x.__name__}" for x in leaf.keys if isinstance(x, type)), "")
-    return f"{describe(leaf.value)}{state} at {leaf_path(argument, leaf.path)}"
+    types = ", ".join(x.__name__ for x in leaf.keys if isinstance(x, type))
+    of = f" of {types}" if types else ""
+    return f"{describe(leaf.value)}{of} at {leaf_path(argument, leaf.path)}"
 
 
-def _parts(state: Tree) -> dict[Hashable, list[tuple[Path, Tree]]]:
-    """Collect the states of clips, guards, accumulations and `watch` in an optimizer state.
+# States of this package
 
-    Returns a dictionary from the type of a state, and the number of accumulations around it, to
-    pairs of a path and a state. An accumulation is listed as the `WrapperState` that contains it.
-    The fields `consecutive_skips` and `guard_failed` are listed once, as a `WrapperState` without
-    guards, for all guards that are directly around each other.
+
+class _Part(NamedTuple):
+    """A clip, a guard, an accumulation or a `watch` in an optimizer state.
+
+    Guards that are directly around each other share the fields `consecutive_skips` and
+    `guard_failed`. These fields are one more part, whose state is a `WrapperState` without guards.
+
+    Attributes:
+        kind: Type of its state. For a guard, the type of its rule and the causes of its skips.
+        depth: Number of accumulations around it.
+        path: Path of its state.
+        state: Its state without the inner state. For an accumulation, the whole `WrapperState`.
     """
-    parts: dict[Hashable, list[tuple[Path, Tree]]] = collections.defaultdict(list)
 
-    def visit(state: Tree, path: Path, depth: int, has_counts: bool) -> None:
-        for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
-            if not is_own_state(node):
-                continue
-            here, inside = (*path, *place), depth
-            if not isinstance(node, WrapperState):
-                parts[type(node), depth].append((here, _without_inner(node)))
-            else:
-                inside += node.accumulation is not None
-                for field, level in (("outer", depth), ("guards", inside)):
-                    for i, guard in enumerate(getattr(node, field)):
-                        key = type(guard.rule_state), tuple(guard.skipped), level
-                        index = jax.tree_util.SequenceKey(i)
-                        parts[key].append(((*here, jax.tree_util.GetAttrKey(field), index), guard))
-                if node.accumulation is not None:
-                    parts[AccumulationState, depth].append((here, node))
-                if not has_counts and (node.outer or node.guards):
-                    counts = node._replace(outer=(), guards=(), accumulation=None)
-                    parts[WrapperState, depth].append((here, _without_inner(counts)))
-            if hasattr(node, "inner_state"):
-                inner_path = (*here, jax.tree_util.GetAttrKey("inner_state"))
-                is_guard = isinstance(node, WrapperState) and bool(node.outer or node.guards)
-                is_direct = isinstance(node.inner_state, WrapperState)
-                visit(node.inner_state, inner_path, inside, is_guard and is_direct)
+    kind: Hashable
+    depth: int
+    path: Path
+    state: Any
 
-    visit(state, (), 0, False)
+    @property
+    def is_accumulation(self) -> bool:
+        """Whether this part is an accumulation."""
+        return self.kind is AccumulationState
+
+
+def _parts_by_key(state: Tree) -> dict[Hashable, list[_Part]]:
+    """Return the parts of a state by kind and depth; only parts of equal keys are counterparts."""
+    parts: dict[Hashable, list[_Part]] = collections.defaultdict(list)
+    for part in _parts(state):
+        parts[part.kind, part.depth].append(part)
     return parts
 
 
-def _without_inner(node: Tree) -> Tree:
-    """Return a state without the state of the inner transformation."""
-    return node._replace(inner_state=()) if hasattr(node, "inner_state") else node
+def _parts(
+    state: Tree, path: Path = (), depth: int = 0, *, is_directly_inside_guards: bool = False
+) -> Iterator[_Part]:
+    """Yield all parts of a state, from the outermost to the innermost."""
+    for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
+        here = (*path, *place)
+        if isinstance(node, WrapperState):
+            yield from _guard_parts(node.outer, (*here, _field("outer")), depth)
+            inner_depth = depth + (node.accumulation is not None)
+            yield from _guard_parts(node.guards, (*here, _field("guards")), inner_depth)
+            if node.accumulation is not None:
+                yield _Part(AccumulationState, depth, here, node)
+            has_guards = bool(node.outer or node.guards)
+            if has_guards and not is_directly_inside_guards:
+                counts = node._replace(outer=(), guards=(), accumulation=None, inner_state=())
+                yield _Part(WrapperState, depth, here, counts)
+            yield from _parts(
+                node.inner_state,
+                (*here, _field("inner_state")),
+                inner_depth,
+                is_directly_inside_guards=has_guards and isinstance(node.inner_state, WrapperState),
+            )
+        elif hasattr(node, "inner_state"):  # `watch`
+            yield _Part(type(node), depth, here, node._replace(inner_state=()))
+            yield from _parts(node.inner_state, (*here, _field("inner_state")), depth)
+        elif is_own_state(node):  # a clip
+            yield _Part(type(node), depth, here, node)
 
 
-def _copied(like: Tree, given: Tree, path: Path, reduction: str | None) -> Tree:
-    """Copy a state of the old optimizer, or return the new initial state `like` if it differs.
-
-    Both are states of a clip, a guard, an accumulation or `watch`.
-    """
-    if isinstance(like, WrapperState):
-        if like.accumulation is None:
-            return given
-        window = _copied_window(like, given, path, reduction)
-        return like._replace(accumulation=window, outer=(), guards=(), inner_state=())
-    old, new = (jax.eval_shape(lambda x: x, x) for x in (given, like))
-    if jax.tree.structure(old) == jax.tree.structure(new) and old == new:
-        return given
-    # A clip or a guard may have another rule, and `watch` another history.
-    return like.continued_from(given) if hasattr(like, "continued_from") else like
+def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[_Part]:
+    """Yield a part for each guard, without the fields that directly nested guards share."""
+    for i, guard in enumerate(guards):
+        kind = type(guard.rule_state), *guard.skipped
+        yield _Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)
 
 
-def _copied_window(
-    like: WrapperState, given: WrapperState, path: Path, reduction: str | None
-) -> AccumulationState:
-    """Copy the micro-batches of an accumulation to the state of another accumulation."""
-    scales = [_has_inner_loss_scale(node) for node in (like, given)]
-    if scales[0] != scales[1]:
-        _check_closed(given, path, "because its micro-batches are multiplied by the loss scale")
-    window, total = given.accumulation, like.accumulation.gradient.total
-    if jax.tree.leaves(total) and jax.tree.leaves(window.gradient.total):
-        fields = ("acc_grads",) if window.loss is None else ("accumulation", "gradient", "total")
-        keys = map(jax.tree_util.GetAttrKey, fields)
-        values = [value for _, value in _pairs(total, window.gradient.total, (*path, *keys))]
-        total = jax.tree.unflatten(jax.tree.structure(total), values)
-    else:  # `every=1` needs no sum
-        _check_closed(given, path)
-    window = window._replace(gradient=window.gradient._replace(total=total))
-    is_from_optax, is_for_optax = (x.accumulation.loss is None for x in (given, like))
-    if is_from_optax == is_for_optax:
+def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
+    """Return the state of the old part, or the initial state if the new part has another one."""
+    if new.is_accumulation:
+        return wrapper_state(accumulation=_copied_window(new, old, reduction))
+    if new.kind is WrapperState or _has_same_arrays(new.state, old.state):
+        return old.state
+    # A clip or a guard has another rule, or a `watch` has another history.
+    if hasattr(new.state, "continued_from"):
+        return new.state.continued_from(old.state)
+    return new.state
+
+
+def _has_same_arrays(x: Tree, y: Tree) -> bool:
+    """Return whether two states have the same structure, shapes and dtypes."""
+    # The types of arrays also contain explicit shardings, which may differ.
+    x_types, y_types = (jax.tree.map(describe, jax.eval_shape(lambda x: x, y)) for y in (x, y))
+    return x_types == y_types
+
+
+# Accumulations
+
+
+def _is_of_optax(window: Tree) -> bool:
+    """Return whether a state was converted from a state of `optax.MultiSteps`, without losses."""
+    return window.loss is None
+
+
+def _copied_window(new: _Part, old: _Part, reduction: str | None) -> AccumulationState:
+    """Return the open window of the old accumulation as a state of the new accumulation."""
+    if _has_inner_loss_scale(new.state) != _has_inner_loss_scale(old.state):
+        _check_closed(old, "because its micro-batches are multiplied by the loss scale")
+    like, window = new.state.accumulation, old.state.accumulation
+    window = window.with_total(_copied_total(like, old))
+    if _is_of_optax(window) == _is_of_optax(like):
         return window
-    # `MultiSteps` may store the mean of the gradients instead of their sum.
-    held = jnp.asarray(window.mini_step)
-    if jax.tree.leaves(total) and reduction is None and (is_traced(held) or held > 0):
+    if reduction is None and jax.tree.leaves(window.gradient.total) and _may_be_open(window):
         rule = '"mean" or "sum" if micro-batches may be accumulated'
-        hint = f'Pass "mean" if {leaf_path("state", path)} accumulates the mean of gradients.'
+        hint = f'Pass "mean" if {leaf_path("state", old.path)} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
+    if not _is_of_optax(window):
+        return _with_scaled_total(window, 1 / _weight_of_mean(window, reduction))
+    length = like.accumulation_steps
+    window = _with_scaled_total(window, _weight_of_mean(window, reduction))
+    return window._replace(
+        accumulation_steps=length,
+        micro_batch_count=window.gradient_step * length + window.mini_step,
+    )
+
+
+def _copied_total(like: AccumulationState, old: _Part) -> Tree:
+    """Return the sum of gradients of the old accumulation in the structure of the new one."""
+    window, total = old.state.accumulation, like.gradient.total
+    if not (jax.tree.leaves(total) and jax.tree.leaves(window.gradient.total)):
+        _check_closed(old)  # an accumulation with `every=1` has no sum
+        return total
+    names = ["acc_grads"] if _is_of_optax(window) else ["accumulation", "gradient", "total"]
+    path = (*old.path, *map(_field, names))
+    values = [value for _, value in _matched_leaves(total, window.gradient.total, path)]
+    return jax.tree.unflatten(jax.tree.structure(total), values)
+
+
+def _weight_of_mean(window: AccumulationState, reduction: str | None) -> Array:
+    """Return the ratio of the sum of gradients to the value that `MultiSteps` stores.
+
+    `MultiSteps` stores the mean of the gradients, or their sum if it was created with
+    `use_grad_mean=False`.
+    """
     weight = jnp.asarray(window.gradient.weight, jnp.float32)
-    weight = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
-    factor = weight if is_from_optax else 1 / weight
-    # The sum of an empty window is the last one, which may be NaN.
-    total = jax.tree.map(lambda x: jnp.where(held > 0, x * factor, jnp.zeros_like(x)), total)
-    window = window._replace(gradient=window.gradient._replace(total=total))
-    length = like.accumulation.accumulation_steps
-    if is_from_optax:
-        count = window.gradient_step * length + held
-        window = window._replace(accumulation_steps=length, micro_batch_count=count)
-    return window
+    return jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
+
+
+def _with_scaled_total(window: AccumulationState, factor: Array) -> AccumulationState:
+    """Multiply the sum of gradients by a factor; without micro-batches, replace it by zeros."""
+
+    def scaled(x: Array) -> Array:
+        # Without micro-batches, the values are those of an earlier window, which may be NaN.
+        return jnp.where(jnp.asarray(window.mini_step) > 0, x * factor, jnp.zeros_like(x))
+
+    return window.with_total(jax.tree.map(scaled, window.gradient.total))
 
 
 def _has_inner_loss_scale(node: WrapperState) -> bool:
-    """Return whether a loss scale is inside the accumulation, whose sum is then scaled."""
+    """Return whether the sum of gradients is scaled, because a loss scale is inside."""
     rules = [guard.rule_state for guard in node.guards]
     return "loss_scale" in metric_names((rules, node.inner_state))
 
 
-def _check_closed(given: WrapperState, path: Path, why: str = "or convert later") -> None:
-    """Raise if there may be accumulated micro-batches."""
-    held = jnp.asarray(given.accumulation.mini_step)
-    if is_traced(held) or held > 0:
-        field = "mini_step" if given.accumulation.loss is None else "accumulation.mini_step"
-        got = f"{leaf_path('state', path)}.{field} = {held}"
+def _may_be_open(window: AccumulationState) -> bool:
+    """Return whether a window contains micro-batches, or may contain them inside `jit`."""
+    return is_traced(window.mini_step) or bool(window.mini_step > 0)
+
+
+def _check_closed(part: _Part, why: str = "or convert later") -> None:
+    """Raise if there may be accumulated micro-batches, which would be discarded."""
+    window = part.state.accumulation
+    if _may_be_open(window):
+        field = "mini_step" if _is_of_optax(window) else "accumulation.mini_step"
+        got = f"{leaf_path('state', part.path)}.{field} = {jnp.asarray(window.mini_step)}"
         hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)

@@ -1,4 +1,4 @@
-"""How states of Optax, and of an earlier version of this package, become states of wrappers.
+"""Converters from states of Optax and of an earlier version of this package to `WrapperState`.
 
 | state | converted to and from |
 | --- | --- |
@@ -56,11 +56,11 @@ def from_own(like: Tree, own: Tree) -> Tree:
 
 
 class _Converter(NamedTuple):
-    """How a state of another kind is converted to a `WrapperState` and back.
+    """Conversion of a type of state to a `WrapperState` and back.
 
     Attributes:
-        fields: Fields of the state.
-        inner: Name of the field with the inner state.
+        fields: Names of the fields of the state, by which it is recognized.
+        inner: Name of the field that contains the inner state.
         to_own: Function `state -> WrapperState`, without the inner state.
         from_own: Function `(like, WrapperState) -> state`, or None for states of earlier versions.
     """
@@ -71,24 +71,26 @@ class _Converter(NamedTuple):
     from_own: Callable[[Any, WrapperState], Any] | None = None
 
 
-def _own(**fields: Any) -> WrapperState:
-    """Return a state in which missing fields are None, so that they have no arrays."""
+def wrapper_state(**fields: Any) -> WrapperState:
+    """Return a state with the given fields; the other fields contain no arrays."""
     missing: dict[str, Any] = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
     return WrapperState(**missing | fields)
 
 
 def _own_window(node: Any, gradient: WeightedSum, **others: Any) -> WrapperState:
-    """Return the state of an accumulation, with those fields of a node that have the same names."""
+    """Return the state of an accumulation; other fields are those of `node` with the same name."""
     fields: dict[str, Any] = {name: getattr(node, name, None) for name in AccumulationState._fields}
     fields |= {"gradient": gradient, **others}
-    return _own(accumulation=AccumulationState(**fields))
+    return wrapper_state(accumulation=AccumulationState(**fields))
 
 
 def _own_guard(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
-    """Return the state of one guard; a cause whose count is None is left out."""
+    """Return the state of one guard; causes with the count None are omitted."""
     counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
     skipped = {cause: count for cause, count in causes.items() if count is not None}
-    return _own(grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts)
+    return wrapper_state(
+        grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts
+    )
 
 
 def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
@@ -104,7 +106,7 @@ def _to_multi_steps(like: optax.MultiStepsState, own: WrapperState) -> optax.Mul
 
 def _from_apply_if_finite(node: optax.ApplyIfFiniteState) -> WrapperState:
     guard = GuardState({"nonfinite": node.total_notfinite}, ())
-    return _own(consecutive_skips=node.notfinite_count, guards=(guard,))
+    return wrapper_state(consecutive_skips=node.notfinite_count, guards=(guard,))
 
 
 def _to_apply_if_finite(

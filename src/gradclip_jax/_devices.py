@@ -1,8 +1,9 @@
 """Workarounds for specific backends and JAX versions, which do not change results.
 
 Code outside this module does not depend on the backend, except for conditional steps in
-`_run_if.py`. Measurements use JAX 0.10.2, compiled for an H100 and a TPU v5e. Each workaround is
-needed up to the version that its comment names; measure it again with a newer version.
+`_run_if.py`. The pages `*-gpu-steps.md` and `workarounds.md` in `benchmarks/results` compare
+training steps with and without each workaround. Measure a workaround again with a newer version of
+JAX than the one that its docstring names.
 """
 
 import functools
@@ -24,10 +25,9 @@ HAS_TYPES: Final = jax.__version_info__ >= (0, 10)
 MAX_STACKED_SIZE: Final = 2**10
 """Largest number of elements of a leaf that is stacked with others before it is reduced.
 
-One kernel reduces the stack, instead of one for each leaf. On a CPU, compiling a step with `watch`
-and 300 small leaves takes 9 s instead of 14 s. Without stacks, a training step of PPO takes 5 %
-more time with a clip, and 11 % with `watch` (JAX 0.11.2, H200). With a limit of 2^12, it would move
-3 % more bytes (JAX 0.10.2, H100).
+One kernel reduces the stack, instead of one kernel for each leaf, so that there are fewer kernels
+to compile and to launch. With a larger limit, a training step of PPO would move more bytes (JAX
+0.10.2).
 """
 
 _MAX_MERGED_SIZE: Final = 2**18
@@ -45,8 +45,6 @@ fusion_barrier = lax.optimization_barrier
 | a bfloat16 factor with two consumers | may use a higher precision for one of them |
 | a float16 leaf before its maximum | may omit the rounding to float16 |
 | the sums of all leaves as a vector | reduces them leaf by leaf, with one more read |
-
-Without barriers, a step of PPO with a clip takes 3 % more time, and with a guard 9 % (H100).
 """
 
 
@@ -99,9 +97,8 @@ def stack(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Arra
 def broadcast_scalar(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
     """Return the scalar once for each array; on GPU, small arrays get an element of a vector.
 
-    XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar
-    (benchmarks/results: 7 to 9 % of the time of a step of PPO). For large arrays, merged kernels
-    are slower.
+    XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar (JAX
+    0.11.2). For large arrays, merged kernels are slower.
     """
     if scalar.ndim or not isinstance(scalar, Tracer):
         return [scalar] * len(arrays)
@@ -117,9 +114,8 @@ def broadcast_scalar(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
     """Return `list(map(fun, *columns))` for an elementwise function, using stacks on GPU and TPU.
 
-    A GPU or TPU runs the operations on each scalar as separate kernels (benchmarks/results: 5 to
-    7 % of the time of a step of PPO with `adaptive_grad_clip`). On a CPU, XLA would compile one
-    kernel per index of a stack: 12 s instead of 3.5 s for a step with 300 leaves (JAX 0.10.2).
+    A GPU or TPU runs the operations on each scalar as separate kernels. On a CPU, XLA would compile
+    one kernel for each index of a stack, which takes several times as long (JAX 0.10.2).
     """
     if len(columns[0]) < 2 or not isinstance(columns[0][0], Tracer):
         return list(map(fun, *columns))
@@ -146,6 +142,8 @@ def reduce_arrays(
     arrays: Sequence[Array],
 ) -> Array:
     """Combine the results of `reduce` for all arrays, using stacks as in `map_arrays`."""
+    if len(arrays) == 1:
+        return reduce(arrays[0])
 
     def one_by_one(*arrays: Array) -> Array:
         return _in_pairs(combine, *map(reduce, arrays))
@@ -153,8 +151,6 @@ def reduce_arrays(
     def stacked(*arrays: Array) -> Array:
         return one_by_one(*stack(arrays, stackable(arrays)))
 
-    if len(arrays) < 2:
-        return one_by_one(*arrays)
     return lax.platform_dependent(*arrays, cpu=one_by_one, default=stacked)
 
 
@@ -163,7 +159,7 @@ def tree_reduce(reduce: Callable[..., Array], arrays: Sequence[Array]) -> Array:
 
     The error grows with log n instead of n. On GPU, XLA fuses pairwise additions into one kernel.
     On TPU, each addition of two scalars would be a separate kernel, so the scalars are reduced as a
-    vector (7 % fewer kernel launches for a GPT with scanned layers, JAX 0.10.2, TPU v5e).
+    vector (JAX 0.10.2).
     """
     if len(arrays) == 1:
         return arrays[0]
@@ -190,9 +186,7 @@ def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
     """Return `jnp.stack([total(x), total(y)], -1)` for a sum; on GPU, as one complex sum.
 
     XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
-    in place only if a single sum reads them, and otherwise copies them. A complex sum reduces the
-    bytes of a training step of a GPT with scanned layers and `watch` by 4 % and its kernel launches
-    by 12 % (JAX 0.10.2, H100), and the time of a step of PPO by 5 % (JAX 0.11.2, H100). On TPU, XLA
+    in place only if a single sum reads them, and otherwise copies them (JAX 0.11.2). On TPU, XLA
     would write the complex array to memory.
     """
 

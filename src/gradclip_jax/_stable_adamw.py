@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import call_user, check_decays, check_number, check_params, check_state
+from ._checks import call_user, check_arrays, check_decays, check_number, check_params, check_state
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -30,6 +30,14 @@ class StableAdamWState(NamedTuple):
     step_count: Scalar
     mu: Tree
     nu: Tree
+
+
+class _LeafStep(NamedTuple):
+    """The update of a leaf, and its next moments."""
+
+    update: Array
+    mu: Array
+    nu: Array
 
 
 @public
@@ -89,11 +97,8 @@ def stable_adamw(
     check_axis_name(axis_name)
 
     def init(params: Tree) -> StableAdamWState:
-        def zeros(param: Array) -> Array:
-            dtype = jnp.result_type(param)
-            return jnp.zeros_like(param, wide_dtype(dtype) if is_inexact(param) else dtype)
-
-        mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
+        check_arrays("params", params)
+        mu, nu = (jax.tree.map(_zero_moment, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
@@ -108,28 +113,37 @@ def stable_adamw(
             rate = call_user("learning_rate", "schedule", rate, state.step_count)
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
-        def step(grad: Array, mu: Array, nu: Array, param: Array) -> tuple[Array, ...]:
+        def step(grad: Array, mu: Array, nu: Array, param: Array) -> _LeafStep:
             dtype = nu.dtype
             wide, d1, d2 = (x.astype(dtype) for x in (grad, *decays))
             mu = d1 * mu + (1 - d1) * wide
             nu = d2 * nu + (1 - d2) * jnp.square(wide)
             tiny = jnp.finfo(dtype).tiny  # `eps^2` may underflow, and at 0 a root has no derivative
             ratio = wide / jnp.sqrt(jnp.maximum(nu, jnp.maximum(eps**2, tiny)))
-            size = ratio.size * replica_count(frozenset(), shard_axes(ratio, axis_name))
-            rms = norm_of_leaves([ratio], 2.0, axis_name) / math.sqrt(max(size, 1))
             direction = mu / (jnp.sqrt(jnp.maximum(nu, tiny)) + eps)
             direction += weight_decay * param.astype(dtype)
-            out = -rate / jnp.maximum(1, rms / clipping) * direction
-            return out.astype(grad.dtype), mu, nu
+            update = -rate / jnp.maximum(1, _rms(ratio, axis_name) / clipping) * direction
+            return _LeafStep(update.astype(grad.dtype), mu, nu)
 
-        moments = flatten(state.mu), flatten(state.nu)
-        columns = grads.arrays, *(x.arrays for x in moments), grads.leaves_like(params)
-        rows = list(map(step, *columns))
-        out, *new = ([row[i] for row in rows] for i in range(3))
-        mu, nu = (x.replace(y) for x, y in zip(moments, new, strict=True))
-        return grads.replace(out), StableAdamWState(count, mu, nu)
+        mu, nu = flatten(state.mu), flatten(state.nu)
+        steps = list(map(step, grads.arrays, mu.arrays, nu.arrays, grads.leaves_like(params)))
+        new_mu, new_nu = mu.replace([x.mu for x in steps]), nu.replace([x.nu for x in steps])
+        return grads.replace([x.update for x in steps]), StableAdamWState(count, new_mu, new_nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _zero_moment(param: Array) -> Array:
+    """Return the initial moment of a parameter, in at least float32."""
+    if not is_inexact(param):
+        return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
+    return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
+
+
+def _rms(x: Array, axis_name: AxisName) -> Scalar:
+    """Return the root mean square of a leaf, which may be sharded over mesh axes."""
+    size = x.size * replica_count(frozenset(), shard_axes(x, axis_name))
+    return norm_of_leaves([x], 2.0, axis_name) / math.sqrt(max(size, 1))
 
 
 def _with_bias_correction(decay: Number, step: Array) -> Array:

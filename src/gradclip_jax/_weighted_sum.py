@@ -8,7 +8,6 @@ micro-batches of one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +20,7 @@ from ._devices import summand
 from ._errors import type_error
 from ._types import Array, Scalar, Tree
 from .norms._leaves import wide_dtype
-from .norms._mesh import reshard_like, zeros_of_type
+from .norms._mesh import reshard_like
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 REDUCTIONS: Final = ("mean", "sum")
@@ -82,14 +81,6 @@ class WeightedSum(NamedTuple):
     def empty_if(self, is_emptied: Scalar | bool) -> WeightedSum:
         """Return the sum without its terms if `is_emptied`."""
         return self._replace(weight=jnp.where(is_emptied, 0, self.weight))
-
-
-def empty_sum(
-    like: Tree, dtype_of: Callable[[DTypeLike], DTypeLike] = lambda dtype: dtype
-) -> WeightedSum:
-    """Return a sum without terms; `dtype_of` maps the dtype of a term to that of its sum."""
-    total = jax.tree.map(lambda x: zeros_of_type(x, dtype_of(x.dtype)), like)
-    return WeightedSum(total, jnp.zeros((), jnp.float32))
 
 
 def check_dtype(argument: str, value: Any) -> None:

@@ -216,6 +216,12 @@ def test_guards_and_clips_are_matched_by_type_and_place():
     there = gcx.convert_state(new, state, params)  # its norms were those of micro-batches
     assert_alike(there.inner_state[0], LEARNED.init(PARAMS))
 
+    spikes = functools.partial(gcx.skip_spikes, norm=1e-3)
+    new = optax.chain(gcx.skip_spikes(optax.sgd(0.1), norm=9.0), spikes(SUM))
+    _, state = run(new, new.init(PARAMS), PARAMS, range(2))
+    assert int(state[1].consecutive_skips) == 2
+    assert_alike(gcx.convert_state(new, state, PARAMS), state)
+
 
 def test_an_open_window_is_not_discarded():
     for old in (SUM, THEIRS):

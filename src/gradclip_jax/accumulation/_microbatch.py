@@ -16,12 +16,11 @@ from .._checks import call_user, check_callable, check_choice, check_transformat
 from .._errors import public
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
-from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, empty_sum
+from .._weighted_sum import REDUCTIONS, as_weight, check_dtype
 from .._weighted_sum import accumulator_dtype as sum_dtype
-from ..norms._leaves import wide_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, sum_over, vary, varying_axes
-from ._outputs import AUX_REDUCTIONS, aux_reductions, run_micro_batches
-from ._split import Split, bind_split, check_parts, in_one_form
+from ._outputs import AUX_REDUCTIONS, aux_leaves, empty_outputs, run_micro_batches
+from ._split import Split, bind_split, check_parts, with_weight_and_aux
 
 Transform: TypeAlias = optax.GradientTransformation | Callable[[Tree], Tree]
 """A transformation or function that is applied to the gradient of each micro-batch."""
@@ -127,67 +126,26 @@ def microbatched_value_and_grad(
     elif microbatch_transform is not None:
         check_transformation("microbatch_transform", microbatch_transform)
     check_parts(num_microbatches, num_real_microbatches)
-    call = in_one_form(fun, has_weight, has_aux)
+    call = with_weight_and_aux(fun, has_weight, has_aux)
+    grad_dtype = functools.partial(sum_dtype, dtype=accumulator_dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        positions = argnums, batch_argnums, rng_argnums
-        split = bind_split(args, num_microbatches, *positions, num_real_microbatches)
+        split = bind_split(
+            args, num_microbatches, argnums, batch_argnums, rng_argnums, num_real_microbatches
+        )
         split.warn_of_unsplit(args, kwargs)
-        for i in split.differentiated:
+        for i in split.argnums:
             check_placement(f"args[{i}]", args[i])
-        # A transformation needs the gradient of all devices in every iteration of the loop.
-        local, axes = (args, frozenset()) if microbatch_transform else _made_local(split, args)
         bound = functools.partial(call, **kwargs)
-        micro = _MicroBatches(bound, split, local, microbatch_transform)
-        weights = micro.weights(has_weight)
-        shapes, like = jax.eval_shape(micro.run, 0, jnp.float32(1))
-        # A gradient that is all-reduced for each micro-batch needs equal weights on all devices.
-        common = frozenset.intersection(*map(varying_axes, jax.tree.leaves((shapes[0], like))))
-        check_equal_on_devices("num_real_microbatches", split.real, common, "num_real")
-        check_equal_on_devices("weight", weights, common, "weight")
-        names = aux_reductions(aux_reduction, split, shapes[1], micro.whole_aux)
-        aux_like, structure = jax.tree.flatten(shapes[1])
-        means_like = [x for name, x in zip(names, aux_like, strict=True) if name == "mean"]
-        wide = empty_sum((shapes[0], means_like), wide_dtype)
-        dtype_of = functools.partial(sum_dtype, dtype=accumulator_dtype)
-        sum_of_grads = empty_sum(like, dtype_of)
-        start = sum_of_grads._replace(total=(wide.total[0], sum_of_grads.total, wide.total[1]))
-        # Ratios of the weights and the mean of positive weights, whose sum is their number.
-        total_weight, count = jnp.sum(weights), jnp.maximum(jnp.sum(weights > 0), 1)
-        mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count.astype(jnp.float32)
-        scales = weights / mean_weight
-        sums, kept = run_micro_batches(micro.run, start, aux_like, names, scales, split)
-        value, grads, means = sums.result("mean")
-        if reduction == "sum":
-            value, grads, _ = optax.tree.scale(mean_weight, sums.result("sum"))
-        value, *means = like_dtypes([value, *means], [shapes[0], *means_like])
-        rest = iter(means)
-        aux = structure.unflatten([next(rest) if x is None else x for x in kept])
-        params = split.differentiated_of(args)
-        grads = jax.tree.map(functools.partial(_all_reduced, axes), grads, like, params)
+        micro_batches = _bind(bound, split, args, microbatch_transform)
+        weights = micro_batches.weights(has_weight)
+        value, grads, aux = _reduced(micro_batches, weights, reduction, aux_reduction, grad_dtype)
         if has_weight:
+            total_weight = jnp.sum(weights)
             return (value, (total_weight, aux) if has_aux else total_weight), grads
         return (value, aux) if has_aux else value, grads
 
     return run
-
-
-def _all_reduced(
-    axes: frozenset[str], grad: Array, like: jax.ShapeDtypeStruct, param: Array
-) -> Array:
-    """Sum a gradient over the axes over which `param` is replicated, and cast it to its dtype."""
-    return sum_over(grad, varying_axes(grad) & axes - varying_axes(param)).astype(like.dtype)
-
-
-def _made_local(split: Split, args: Sequence[Tree]) -> tuple[Sequence[Tree], frozenset[str]]:
-    """Cast the differentiated arguments to vary over the devices of the batch; return the axes.
-
-    The loop over micro-batches then does not all-reduce gradients.
-    """
-    batch = jax.tree.leaves([args[i] for i in split.batches])
-    axes = frozenset[str]().union(*map(varying_axes, batch))
-    params = jax.tree.map(lambda x: vary(x, axes), split.differentiated_of(args))
-    return split.with_differentiated(args, params), axes
 
 
 class _MicroBatches(NamedTuple):
@@ -195,50 +153,20 @@ class _MicroBatches(NamedTuple):
 
     Attributes:
         call: The function to differentiate, which returns `(value, (weight, aux))`.
-        split: Numbers of micro-batches, and positions of arguments.
-        args: Arguments of the call.
+        split: How the arguments are split.
+        args: Arguments of the call. The differentiated ones are cast to a type that varies over
+            `axes`, so that the loop over micro-batches does not all-reduce their gradients.
+        params: Differentiated arguments, as the user passed them.
+        axes: Mesh axes over which gradients are summed after the loop.
         transform: Transformation of the gradient of each micro-batch, or None.
     """
 
     call: Callable[..., tuple[Scalar, tuple[Tree, Tree]]]
     split: Split
     args: Sequence[Any]
+    params: Tree
+    axes: frozenset[str]
     transform: Transform | None
-
-    def whole_aux(self) -> Tree:
-        """Return the shapes of the auxiliary output of the whole batch."""
-        # Close over the arguments, because they may be flags or models, which are not arrays.
-        return jax.eval_shape(lambda: self.call(*self.args))[1][1]
-
-    def run(self, index: Array | int, scale: Scalar) -> tuple[Tree, Tree]:
-        """Return `(value, aux)` of a micro-batch, and its gradients multiplied by the scale.
-
-        The loss is multiplied by the scale instead of the gradient, because XLA keeps the
-        all-reduce of a gradient inside the loop if the gradient is multiplied by a weight
-        (JAX 0.12, GPU and TPU).
-        """
-        split, transform = self.split, self.transform
-
-        def scaled(x: Array) -> Array:
-            return x * scale.astype(x.dtype)
-
-        def loss(*args: Any) -> tuple[Scalar, tuple[Scalar, Tree]]:
-            value, (_, aux) = self.call(*args)
-            value = jnp.asarray(value)
-            return scaled(value) if transform is None else value, (value, aux)
-
-        chosen = split.arguments(self.args, index)
-        argnums = split.differentiated[0] if split.takes_one else split.differentiated
-        (_, outputs), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*chosen)
-        if transform is None:
-            return outputs, grads
-        if isinstance(transform, optax.GradientTransformation):
-            params = split.differentiated_of(chosen)
-            grads, _ = transform.update(grads, transform.init(params), params)
-        else:
-            name = "microbatch_transform"
-            grads = call_user(name, name, transform, grads)
-        return outputs, jax.tree.map(scaled, grads)  # the transformation receives unscaled ones
 
     def weights(self, has_weight: bool) -> Array:
         """Return the weight of each micro-batch, 1 by default, and 0 for padding.
@@ -253,7 +181,101 @@ class _MicroBatches(NamedTuple):
             _, (weight, _) = self.call(*split.arguments(self.args, index))
             return as_weight(weight)
 
-        indices = jnp.arange(split.num_run)
+        indices = jnp.arange(split.num_scanned)
         weights = lax.map(weight, indices) if has_weight else jnp.ones(len(indices), jnp.float32)
-        weights = jnp.where(indices < split.real, weights, 0)
-        return jnp.pad(weights, (0, split.parts - split.num_run))
+        weights = jnp.where(indices < split.num_real, weights, 0)
+        return jnp.pad(weights, (0, split.num_parts - split.num_scanned))
+
+    def run(self, index: Array | int, scale: Scalar) -> tuple[tuple[Scalar, Tree], Tree]:
+        """Return `(value, aux)` of a micro-batch, and its gradients multiplied by the scale.
+
+        The loss is multiplied by the scale instead of the gradient, because XLA keeps the
+        all-reduce of a gradient inside the loop if the gradient is multiplied by a weight
+        (JAX 0.12, GPU and TPU). A transformation, however, receives the unscaled gradient.
+        """
+        split, transform = self.split, self.transform
+
+        def scaled(x: Array) -> Array:
+            return x * scale.astype(x.dtype)
+
+        def loss(*args: Any) -> tuple[Scalar, tuple[Scalar, Tree]]:
+            value, (_, aux) = self.call(*args)
+            value = jnp.asarray(value)
+            return scaled(value) if transform is None else value, (value, aux)
+
+        args = split.arguments(self.args, index)
+        argnums = split.argnums[0] if split.has_one_argnum else split.argnums
+        (_, outputs), grads = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+        if transform is None:
+            return outputs, grads
+        if isinstance(transform, optax.GradientTransformation):
+            params = split.differentiated(args)
+            grads, _ = transform.update(grads, transform.init(params), params)
+        else:
+            name = "microbatch_transform"
+            grads = call_user(name, name, transform, grads)
+        return outputs, jax.tree.map(scaled, grads)
+
+    def whole_aux(self) -> Tree:
+        """Return the shapes of the auxiliary output of the whole batch."""
+        # Close over the arguments, because they may be flags or models, which are not arrays.
+        return jax.eval_shape(lambda: self.call(*self.args))[1][1]
+
+    def all_reduced(self, grads: Tree) -> Tree:
+        """Sum each gradient over those of `axes` over which its parameter is replicated."""
+
+        def all_reduced(grad: Array, param: Array) -> Array:
+            return sum_over(grad, varying_axes(grad) & self.axes - varying_axes(param))
+
+        return jax.tree.map(all_reduced, grads, self.params)
+
+
+def _bind(
+    call: Callable[..., Any], split: Split, args: Sequence[Tree], transform: Transform | None
+) -> _MicroBatches:
+    """Return the micro-batches of a call with these arguments."""
+    params = split.differentiated(args)
+    if transform is not None:
+        # A transformation needs the gradient of all devices in every iteration of the loop.
+        return _MicroBatches(call, split, args, params, frozenset(), transform)
+    batch = jax.tree.leaves([args[i] for i in split.batch_argnums])
+    axes = frozenset[str]().union(*map(varying_axes, batch))
+    varying = jax.tree.map(lambda x: vary(x, axes), params)
+    args = split.with_differentiated(args, varying)
+    return _MicroBatches(call, split, args, params, axes, None)
+
+
+def _reduced(
+    micro_batches: _MicroBatches,
+    weights: Array,
+    reduction: str,
+    aux_reduction: Tree,
+    grad_dtype: Callable[[DTypeLike], DTypeLike],
+) -> tuple[Scalar, Tree, Tree]:
+    """Run all micro-batches; return their reduced value, gradients and auxiliary output."""
+    split = micro_batches.split
+    (value_like, aux_like), grads_like = jax.eval_shape(micro_batches.run, 0, jnp.float32(1))
+    # A gradient that is all-reduced for each micro-batch needs equal weights on all devices.
+    outputs = jax.tree.leaves((value_like, grads_like))
+    common = frozenset.intersection(*map(varying_axes, outputs))
+    check_equal_on_devices("num_real_microbatches", split.num_real, common, "num_real")
+    check_equal_on_devices("weight", weights, common, "weight")
+
+    aux = aux_leaves(aux_reduction, split, aux_like, micro_batches.whole_aux)
+    empty = empty_outputs(value_like, grads_like, aux, grad_dtype)
+    # The weights are divided by the mean of the positive weights, so that their sum is a count.
+    total_weight, count = jnp.sum(weights), jnp.maximum(jnp.sum(weights > 0), 1)
+    mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count.astype(jnp.float32)
+    scales = weights / mean_weight
+    sums, others = run_micro_batches(micro_batches.run, empty, aux, scales, split)
+
+    value, grads, means = sums.result("mean")
+    if reduction == "sum":
+        value, grads, _ = optax.tree.scale(mean_weight, sums.result("sum"))
+    grads = like_dtypes(micro_batches.all_reduced(grads), grads_like)
+    means = {i: x.astype(aux[i].dtype) for i, x in means.items()}
+    by_index = means | others
+    aux_tree = jax.tree.unflatten(
+        jax.tree.structure(aux_like), [by_index[i] for i in range(len(aux))]
+    )
+    return value.astype(value_like.dtype), grads, aux_tree

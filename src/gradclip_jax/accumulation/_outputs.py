@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from .._checks import broadcast_prefix, describe, is_traced, leaf_path
 from .._errors import type_error
@@ -24,107 +25,186 @@ _HINT: Final = (
     "for leaves that grow with the batch, and 'mean' for floating-point scalars."
 )
 
-Terms: TypeAlias = tuple[Scalar, Tree, list[Array]]
-"""Value, gradients and averaged auxiliary outputs of a micro-batch, multiplied by its scale."""
+
+class AuxLeaf(NamedTuple):
+    """A leaf of the auxiliary output, and how it is reduced over micro-batches.
+
+    Attributes:
+        reduction: "mean", "sum", "last" or "concatenate".
+        like: Shape and dtype of the leaf in one micro-batch.
+    """
+
+    reduction: str
+    like: Any
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the reduced leaf; as in `jnp.sum`, sums of small integers have more bits."""
+        if self.reduction != "sum" or jnp.issubdtype(self.like.dtype, jnp.inexact):
+            return self.like.dtype
+        return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), self.like.dtype)).dtype
+
+    def updated(self, old: Array, x: Array) -> Array:
+        """Return the next value of a leaf that is summed, or of which the last value is kept."""
+        x = jnp.asarray(x).astype(old.dtype)
+        return old + x if self.reduction == "sum" else x
+
+
+class _Carry(NamedTuple):
+    """What the loop over micro-batches carries from one iteration to the next.
+
+    Attributes:
+        sums: Weighted sum of `(value, grads, means)`, where `means` maps the index of each averaged
+            leaf of aux to its sum.
+        kept: Leaves of aux that are summed, or of which the last value is kept, by index.
+        num_done: Number of micro-batches so far, int32[].
+    """
+
+    sums: WeightedSum
+    kept: dict[int, Array]
+    num_done: Scalar
 
 
 def run_micro_batches(
-    micro_batch: Callable[[Array, Scalar], tuple[Any, Tree]],
-    start: WeightedSum,
-    like: Sequence[Any],
-    names: Sequence[str],
+    micro_batch: Callable[[Array, Scalar], tuple[tuple[Scalar, Tree], Tree]],
+    empty: WeightedSum,
+    aux: Sequence[AuxLeaf],
     scales: Array,
     split: Split,
-) -> tuple[WeightedSum, list[Array | None]]:
-    """Return the sum of the `Terms` of all micro-batches, and the other auxiliary outputs.
+) -> tuple[WeightedSum, dict[int, Array]]:
+    """Run all micro-batches, and reduce their outputs inside the loop.
 
-    `micro_batch(index, scale)` returns `(value, aux)` and gradients that are multiplied by the
-    scale. `like` are the shapes of the leaves of aux, and `names` their reductions; each leaf is
-    reduced inside the loop, except for rows, which are concatenated. Averaged leaves are part of
-    the sum, and None in the list. The sum counts the micro-batches of nonzero scale.
+    Only the rows of leaves of aux that are concatenated are stacked.
+
+    Args:
+        micro_batch: Function `(index, scale) -> ((value, aux), grads)`, where `grads` are already
+            multiplied by the scale.
+        empty: Sum of `(value, grads, means)` without terms; see `empty_outputs`.
+        aux: Leaves of the auxiliary output.
+        scales: Weight of each micro-batch divided by the mean weight, float32[num_parts]; 0 for a
+            micro-batch that does not count.
+        split: How the arguments are split.
+
+    Returns:
+        The sum over the micro-batches, whose weight is the number of nonzero scales, and the leaves
+        of aux that are not averaged, by index.
     """
-    leaves = list(zip(names, like, strict=True))
+    kept = [i for i, leaf in enumerate(aux) if leaf.reduction in ("sum", "last")]
+    concatenated = [i for i, leaf in enumerate(aux) if leaf.reduction == "concatenate"]
 
-    def add(x: tuple[Array, Scalar], carry: Tree) -> tuple[Tree, Tree]:
-        (index, scale), (sums, kept, count) = x, carry
-        (value, aux), grads = micro_batch(index, scale)
-        found = list(zip(names, jax.tree.leaves(aux), strict=True))
+    def run(index: Array, scale: Scalar, carry: _Carry) -> tuple[dict[int, Array], _Carry]:
+        (value, aux_tree), grads = micro_batch(index, scale)
+        leaves = jax.tree.leaves(aux_tree)
 
         def scaled(x: Array) -> Array:
             return x.astype(wide_dtype(x.dtype)) * scale
 
-        terms = scaled(value), grads, [scaled(x) for name, x in found if name == "mean"]
-        is_added = (count >= 0) & (scale != 0)  # not a constant (see `summand`)
-        sums = sums.add(terms, None, is_added, is_zeroed=True)
-        new = [_kept(name, x, old) for (name, x), old in zip(found, kept, strict=True)]
-        rows = [x if name == "concatenate" else None for name, x in found]
-        return rows, (sums, new, count + 1)
+        terms = scaled(value), grads, {i: scaled(leaves[i]) for i in _averaged(aux)}
+        # The comparison with `num_done` keeps XLA from knowing the predicate; see `summand`.
+        is_added = (carry.num_done >= 0) & (scale != 0)
+        new = _Carry(
+            sums=carry.sums.add(terms, None, is_added, is_zeroed=True),
+            kept={i: aux[i].updated(carry.kept[i], leaves[i]) for i in kept},
+            num_done=carry.num_done + 1,
+        )
+        return {i: leaves[i] for i in concatenated}, new
 
-    def step(carry: Tree, x: tuple[Array, Scalar]) -> tuple[Tree, Tree]:
-        is_real = x[0] < split.real if is_traced(split.real) else True
-        rows, carry = run_step(is_real, functools.partial(add, x), carry)
+    def step(carry: _Carry, x: tuple[Array, Scalar]) -> tuple[_Carry, dict[int, Array]]:
+        index, scale = x
+        is_real = index < split.num_real if is_traced(split.num_real) else True
+        rows, carry = run_step(is_real, functools.partial(run, index, scale), carry)
         return carry, rows
 
-    zeros = [zeros_of_type(x, _sum_dtype(name, x)) for name, x in leaves]
-    kept = [x if name in ("sum", "last") else None for name, x in zip(names, zeros, strict=True)]
-    first = jax.tree.map(lambda x: vary(x, varying_axes(scales)), (start, kept, jnp.int32(0)))
-    indices = jnp.arange(split.num_run)
-    (sums, kept, _), rows = lax.scan(step, first, (indices, scales[: split.num_run]))
-    for i, (name, x) in enumerate(leaves):
-        if name == "concatenate":
-            kept[i] = in_order(_padded(rows[i], x, split), split.rows_per_example(x.shape))
-    return sums, kept
+    zeros = {i: zeros_of_type(aux[i].like, aux[i].dtype) for i in kept}
+    start = _Carry(empty, zeros, jnp.int32(0))
+    start = jax.tree.map(lambda x: vary(x, varying_axes(scales)), start)
+    xs = jnp.arange(split.num_scanned), scales[: split.num_scanned]
+    end, rows = lax.scan(step, start, xs)
+    return end.sums, end.kept | {i: _joined(rows[i], aux[i], split) for i in concatenated}
 
 
-def _kept(name: str, x: Array, old: Array | None) -> Array | None:
-    """Return the next value of an auxiliary output that is summed, or the last one."""
-    if old is None:
-        return None
-    return old + x.astype(old.dtype) if name == "sum" else jnp.asarray(x).astype(old.dtype)
+def empty_outputs(
+    value: Any, grads: Tree, aux: Sequence[AuxLeaf], grad_dtype: Callable[[DTypeLike], DTypeLike]
+) -> WeightedSum:
+    """Return a sum of `(value, grads, means)` without terms, for outputs of the given shapes.
+
+    `grad_dtype` maps the dtype of a gradient to the dtype of its sum.
+    """
+
+    def zeros(like: Any) -> Array:
+        return zeros_of_type(like, wide_dtype(like.dtype))
+
+    def zeros_of_grad(like: Any) -> Array:
+        return zeros_of_type(like, grad_dtype(like.dtype))
+
+    means = {i: zeros(aux[i].like) for i in _averaged(aux)}
+    total = zeros(value), jax.tree.map(zeros_of_grad, grads), means
+    return WeightedSum(total, jnp.zeros((), jnp.float32))
 
 
-def _sum_dtype(name: str, x: Any) -> Any:
-    """Return the dtype of a reduced output; sums of small integers are those of `jnp.sum`."""
-    if name != "sum" or jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.dtype
-    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), x.dtype)).dtype
+def _averaged(aux: Sequence[AuxLeaf]) -> list[int]:
+    """Return the indices of the leaves that are averaged."""
+    return [i for i, leaf in enumerate(aux) if leaf.reduction == "mean"]
 
 
-def _padded(stack: Array, like: Any, split: Split) -> Array:
-    """Append zeros for the micro-batches that are known not to run."""
-    if split.num_run == split.parts:
-        return stack
-    zeros = lax.broadcast(zeros_of_type(like), (split.parts - split.num_run,))
-    return jnp.concatenate([stack, vary(zeros, varying_axes(stack))])
+def _joined(rows: Array, leaf: AuxLeaf, split: Split) -> Array:
+    """Return rows that are stacked by micro-batch as rows of all examples, in their order.
+
+    The rows of micro-batches that do not run are zeros.
+    """
+    num_missing = split.num_parts - split.num_scanned
+    if num_missing:
+        zeros = lax.broadcast(zeros_of_type(leaf.like), (num_missing,))
+        rows = jnp.concatenate([rows, vary(zeros, varying_axes(rows))])
+    return in_order(rows, split.rows_per_example(leaf.like.shape))
 
 
-def aux_reductions(
+def aux_leaves(
     reduction: Tree, split: Split, aux: Tree, whole_aux: Callable[[], Tree]
-) -> list[str]:
-    """Return the reduction of each leaf of the auxiliary output."""
-    leaves = jax.tree.leaves_with_path(aux)
-    if not leaves:
+) -> list[AuxLeaf]:
+    """Return the leaves of the auxiliary output with their reductions, or raise.
+
+    Args:
+        reduction: The argument `aux_reduction`.
+        split: How the arguments are split.
+        aux: Shapes of the auxiliary output of a micro-batch.
+        whole_aux: Function that returns the shapes of the auxiliary output of the whole batch.
+    """
+    places = jax.tree.leaves_with_path(aux)
+    if not places:
         return []
     given = broadcast_prefix("aux_reduction", reduction, "aux", aux, is_leaf=lambda x: x is None)
     needs_whole = any(name in (None, "concatenate") for name in given)
-    whole = jax.tree.leaves(whole_aux() if needs_whole else aux)
-    names: list[str] = []
-    for name, (path, leaf), full in zip(given, leaves, whole, strict=True):
-        num_rows = split.parts * leaf.shape[0] if split.rows_per_example(leaf.shape) else -1
-        is_supported = {
-            "mean": jnp.issubdtype(leaf.dtype, jnp.inexact),
-            "sum": jnp.issubdtype(leaf.dtype, jnp.number),
-            "concatenate": full.shape == (num_rows, *leaf.shape[1:]),
-            "last": True,
-        }
-        if name is None and is_supported["concatenate"]:
-            name = "concatenate"
-        is_number = leaf.shape == full.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if name is None and is_number:
-            name = "mean"
-        if name is None or not is_supported[name]:
+    whole_leaves = jax.tree.leaves(whole_aux() if needs_whole else aux)
+    leaves: list[AuxLeaf] = []
+    for name, (path, like), whole in zip(given, places, whole_leaves, strict=True):
+        supported = _supported_reductions(like, whole, split)
+        if name is None:
+            name = _default_reduction(like, whole, supported)
+        if name not in supported:
             rule = "a reduction that supports every leaf of aux"
-            got = f"{name!r} for {describe(leaf)} at {leaf_path('aux', path)}"
+            got = f"{name!r} for {describe(like)} at {leaf_path('aux', path)}"
             raise type_error("aux_reduction", rule, got, _HINT)
-        names.append(name)
-    return names
+        leaves.append(AuxLeaf(name, like))
+    return leaves
+
+
+def _supported_reductions(like: Any, whole: Any, split: Split) -> list[str]:
+    """Return the reductions for a leaf of the shape `like`, and `whole` for the whole batch."""
+    has_rows = split.rows_per_example(like.shape) > 0
+    is_supported = {
+        "mean": jnp.issubdtype(like.dtype, jnp.inexact),
+        "sum": jnp.issubdtype(like.dtype, jnp.number),
+        "concatenate": has_rows
+        and whole.shape == (split.num_parts * like.shape[0], *like.shape[1:]),
+        "last": True,
+    }
+    return [name for name in AUX_REDUCTIONS if is_supported[name]]
+
+
+def _default_reduction(like: Any, whole: Any, supported: Sequence[str]) -> str | None:
+    """Return the reduction of a leaf for which the user chose none; None if there is no default."""
+    if "concatenate" in supported:
+        return "concatenate"
+    is_number = like.shape == whole.shape == () and jnp.issubdtype(like.dtype, jnp.floating)
+    return "mean" if is_number else None

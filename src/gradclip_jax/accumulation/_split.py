@@ -30,142 +30,145 @@ _SCALAR: Final = jax.tree.structure(0)
 
 
 class Split(NamedTuple):
-    """Positions of the arguments that are split or differentiated, and the number of micro-batches.
+    """How the arguments of a call are split into micro-batches.
 
     Attributes:
-        parts: Number of micro-batches.
-        batches: Positions of the arguments that are split along the first axis of their leaves.
-        keys: Positions of random keys.
-        differentiated: Positions of the differentiated arguments.
-        takes_one: Whether the gradient is for a single argument instead of a tuple of arguments.
-        real: Number of micro-batches to run; an integer, or a traced array.
-        size: Number of examples in a micro-batch; 0 without a batch.
+        num_parts: Number of micro-batches.
+        num_real: Number of micro-batches to run; an integer, or a traced array.
+        argnums: Positions of the differentiated arguments, >= 0.
+        batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
+        rng_argnums: Positions of random keys.
+        has_one_argnum: Whether `argnums` is an integer, so that the gradient is not a tuple.
+        part_size: Number of examples in a micro-batch; 0 without a batch.
     """
 
-    parts: int
-    batches: tuple[int, ...]
-    keys: tuple[int, ...]
-    differentiated: tuple[int, ...]
-    takes_one: bool
-    real: int | Array
-    size: int = 0
+    num_parts: int
+    num_real: int | Array
+    argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+    rng_argnums: tuple[int, ...]
+    has_one_argnum: bool
+    part_size: int = 0
 
     @property
-    def num_run(self) -> int:
-        """Static number of micro-batches in the loop."""
-        return self.parts if is_traced(self.real) else int(self.real)
+    def num_scanned(self) -> int:
+        """Static number of iterations of the loop over micro-batches."""
+        return self.num_parts if is_traced(self.num_real) else int(self.num_real)
 
-    def differentiated_of(self, args: Sequence[Tree]) -> Tree:
+    @property
+    def num_examples(self) -> int:
+        """Number of examples in the batch."""
+        return self.num_parts * self.part_size
+
+    def differentiated(self, args: Sequence[Tree]) -> Tree:
         """Return the differentiated arguments, in the structure of the gradient."""
-        if self.takes_one:
-            return args[self.differentiated[0]]
-        return tuple([args[i] for i in self.differentiated])
+        if self.has_one_argnum:
+            return args[self.argnums[0]]
+        return tuple([args[i] for i in self.argnums])
 
     def with_differentiated(self, args: Sequence[Tree], new: Tree) -> list[Tree]:
-        """Replace the differentiated arguments."""
-        chosen = list(args)
-        for i, x in zip(self.differentiated, (new,) if self.takes_one else new, strict=True):
-            chosen[i] = x
-        return chosen
+        """Return the arguments with other values of the differentiated ones."""
+        replaced = list(args)
+        for i, x in zip(self.argnums, (new,) if self.has_one_argnum else new, strict=True):
+            replaced[i] = x
+        return replaced
 
     def arguments(self, args: Sequence[Tree], index: Array | int) -> list[Tree]:
         """Return the arguments of one micro-batch."""
-        chosen = list(args)
-        for i in self.batches:
-            chosen[i] = jax.tree.map(lambda x: every_nth(x, index, self.parts), chosen[i])
-        for i in self.keys:
-            chosen[i] = jax.tree.map(
-                lambda key: jax.random.split(key, self.parts)[index], chosen[i]
-            )
-        return chosen
+
+        def examples(x: Array) -> Array:
+            return every_nth(x, index, self.num_parts)
+
+        def key(x: Array) -> Array:
+            return jax.random.split(x, self.num_parts)[index]
+
+        replaced = list(args)
+        for i in self.batch_argnums:
+            replaced[i] = jax.tree.map(examples, args[i])
+        for i in self.rng_argnums:
+            replaced[i] = jax.tree.map(key, replaced[i])
+        return replaced
 
     def rows_per_example(self, shape: Sequence[int]) -> int:
         """Return how many rows of an output belong to each example, or 0 if it has no such rows."""
-        if not (shape and self.batches):
+        if not (shape and self.batch_argnums):
             return 0
-        if self.size == 0:
+        if self.part_size == 0:
             return int(shape[0] == 0)
-        return shape[0] // self.size if shape[0] % self.size == 0 else 0
+        return shape[0] // self.part_size if shape[0] % self.part_size == 0 else 0
 
     def warn_of_unsplit(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
         """Warn if an argument that is not split has as many rows as the batch."""
-        named = {f"args[{i}]": x for i, x in enumerate(args)}
-        for i in (*self.batches, *self.keys, *self.differentiated):
-            named.pop(f"args[{i}]", None)
-        num_rows = self.size * self.parts
-        for name, tree in {**named, **kwargs}.items():
-            if num_rows > 1 and any(np.shape(x)[:1] == (num_rows,) for x in jax.tree.leaves(tree)):
+        if self.num_examples < 2:
+            return
+        used = {*self.batch_argnums, *self.rng_argnums, *self.argnums}
+        others = {f"args[{i}]": x for i, x in enumerate(args) if i not in used}
+        for name, tree in {**others, **kwargs}.items():
+            leaves = [x for x in jax.tree.leaves(tree) if not _is_raw_key(x)]
+            if any(np.shape(x)[:1] == (self.num_examples,) for x in leaves):
                 message = (
-                    f"{name} has as many rows as the batch, {num_rows}, but every micro-batch or "
-                    "example receives all of them. If it belongs to the batch, pass it by position "
-                    "and add its position to `batch_argnums`."
+                    f"{name} has as many rows as the batch, {self.num_examples}, but every "
+                    "micro-batch or example receives all of them. If it belongs to the batch, pass "
+                    "it by position and add its position to `batch_argnums`."
                 )
                 warnings.warn(message, stacklevel=2)
 
 
-def batch_size(batches: Mapping[str, Tree]) -> int:
-    """Return the number of examples in trees of arrays with a leading batch axis.
-
-    Raises:
-        ValueError: If the leaves have different lengths, with the path of one leaf of each length.
-    """
-    sizes = {
-        np.shape(x)[:1]: f"{describe(x)} at {leaf_path(place, path)}"
-        for place, batch in batches.items()
-        for path, x in jax.tree.leaves_with_path(batch)
-    }
-    if len(sizes) != 1 or () in sizes:
-        rule = "arrays of equal length, with a leading batch axis"
-        hint = "Pass one row per example in every leaf; split a key with `jax.random.split`."
-        raise value_error("batch", rule, ", ".join(sizes.values()) or "no leaves", hint)
-    return next(iter(sizes))[0]
+def _is_raw_key(x: Any) -> bool:
+    """Return whether an array may be the result of `jax.random.PRNGKey`."""
+    return dtype_of(x) == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 def bind_split(
     args: Sequence[Tree],
-    parts: Count,
+    num_parts: Count,
     argnums: int | Sequence[int],
     batch_argnums: int | Sequence[int],
     rng_argnums: int | Sequence[int] = (),
-    real: Number | None = None,
+    num_real: Number | None = None,
 ) -> Split:
-    """Return how the arguments of a call are split, or raise if this is impossible."""
-    positions = ("batch_argnums", batch_argnums), ("rng_argnums", rng_argnums), ("argnums", argnums)
+    """Return how the arguments of a call are split, or raise if they cannot be split."""
+    given = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums, "argnums": argnums}
     hint = "Pass positions as for `jax.grad`."
-    batches, keys, chosen = (as_positions(name, places, hint) for name, places in positions)
-    if not chosen:
+    positions = {name: as_positions(name, value, hint) for name, value in given.items()}
+    if not positions["argnums"]:
         raise value_error("argnums", "at least one position", shortened(argnums), hint)
-    given = (*batches, *keys, *chosen)
-    needed = 1 + max(*given, -1 - min(given, default=0), -1)
-    if len(args) < needed:
-        hint = "Pass the parameters and the batch by position, not by keyword."
-        rule = f"at least {needed} positional arguments"
-        got = f"{len(args)} for " + ", ".join(f"{name}={x}" for name, x in positions)
-        raise type_error("args", rule, got, hint)
-    batches, keys, chosen = (tuple(i % len(args) for i in x) for x in (batches, keys, chosen))
-    for i in chosen:
+    _check_num_args(len(args), given, positions)
+    absolute = {name: tuple(i % len(args) for i in found) for name, found in positions.items()}
+    split = Split(
+        num_parts=int(num_parts),
+        num_real=_as_count(num_parts if num_real is None else num_real),
+        argnums=absolute["argnums"],
+        batch_argnums=absolute["batch_argnums"],
+        rng_argnums=absolute["rng_argnums"],
+        has_one_argnum=not np.ndim(argnums),
+    )
+    for i in split.argnums:
         _check_differentiable(f"args[{i}]", args[i])
-    real = parts if real is None else real
-    real = jnp.asarray(real).astype(jnp.int32) if is_traced(real) else int(real)
-    for i in keys:
-        dtypes = [dtype_of(x) for x in jax.tree.leaves(args[i])]
-        if any(x != np.uint32 and not jnp.issubdtype(x, jax.dtypes.prng_key) for x in dtypes):
-            got = f"{shortened(args[i])} at args[{i}]"
-            hint = "Pass for example `jax.random.key(0)`."
-            raise type_error("rng_argnums", "positions of random keys", got, hint)
-    split = Split(int(parts), batches, keys, chosen, not np.ndim(argnums), real)
-    both = sorted(set(split.batches) & set(split.differentiated))
-    if both:
-        rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
-        raise value_error("argnums", rule, str(both[0]), hint)
-    if not split.batches:
+        if i in split.batch_argnums:
+            rule, hint = "disjoint from `batch_argnums`", "Pass different positions."
+            raise value_error("argnums", rule, str(i), hint)
+    for i in split.rng_argnums:
+        _check_keys(f"args[{i}]", args[i])
+    if not split.batch_argnums:
         return split
-    size = batch_size({f"args[{i}]": args[i] for i in split.batches})
-    if size % split.parts:
-        rule = f"divisible by num_microbatches={split.parts} along the first axis"
+    size = batch_size({f"args[{i}]": args[i] for i in split.batch_argnums})
+    if size % split.num_parts:
+        rule = f"divisible by num_microbatches={split.num_parts} along the first axis"
         hint = "Change the batch size, or pad the batch with examples of weight 0."
         raise value_error("batch", rule, f"{size} examples", hint)
-    return split._replace(size=size // split.parts)
+    return split._replace(part_size=size // split.num_parts)
+
+
+def _check_num_args(
+    num_args: int, given: Mapping[str, object], positions: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise if a call has too few positional arguments for the positions, which may be negative."""
+    needed = max(-i if i < 0 else i + 1 for found in positions.values() for i in found)
+    if num_args < needed:
+        hint = "Pass the parameters and the batch by position, not by keyword."
+        got = f"{num_args} for " + ", ".join(f"{name}={value}" for name, value in given.items())
+        raise type_error("args", f"at least {needed} positional arguments", got, hint)
 
 
 def _check_differentiable(argument: str, tree: Tree) -> None:
@@ -183,7 +186,55 @@ def _check_differentiable(argument: str, tree: Tree) -> None:
         raise type_error(argument, rule, listed(bad), hint)
 
 
-def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Callable[..., Any]:
+def _check_keys(argument: str, tree: Tree) -> None:
+    """Raise if a leaf is not a random key."""
+    for x in jax.tree.leaves(tree):
+        dtype = dtype_of(x)
+        if dtype != np.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            got = f"{shortened(tree)} at {argument}"
+            hint = "Pass for example `jax.random.key(0)`."
+            raise type_error("rng_argnums", "positions of random keys", got, hint)
+
+
+def _as_count(value: Number) -> int | Array:
+    """Convert a number of micro-batches to an integer, or a traced number to int32[]."""
+    return jnp.asarray(value).astype(jnp.int32) if is_traced(value) else int(value)
+
+
+def batch_size(batches: Mapping[str, Tree]) -> int:
+    """Return the number of examples in arguments whose leaves have a leading batch axis.
+
+    Args:
+        batches: Trees of arrays by their name, such as `args[1]`.
+
+    Raises:
+        ValueError: If the leaves have different lengths, with the path of one leaf of each length.
+    """
+    leaves = jax.tree.leaves_with_path(batches)
+    lengths = {np.shape(x)[:1] for _, x in leaves}
+    if len(lengths) != 1 or () in lengths:
+        places = {
+            np.shape(x)[:1]: f"{describe(x)} at {leaf_path(path[0].key, path[1:])}"
+            for path, x in leaves
+        }
+        rule = "arrays of equal length, with a leading batch axis"
+        hint = "Pass one row per example in every leaf; split a key with `jax.random.split`."
+        raise value_error("batch", rule, ", ".join(places.values()) or "no leaves", hint)
+    ((length,),) = lengths
+    return length
+
+
+def check_parts(num_parts: Count, num_real: Number | None) -> None:
+    """Raise if a number of micro-batches is invalid, or less than the number that should run."""
+    check_length("num_microbatches", num_parts, "Pass 1 to use the whole batch at once.")
+    if num_real is not None:
+        hint = "Pass None to run all micro-batches."
+        check_count("num_real_microbatches", num_real, hint, low=0, high=int(num_parts))
+
+
+def with_weight_and_aux(
+    fun: Callable[..., Any], has_weight: bool, has_aux: bool
+) -> Callable[..., Any]:
     """Normalize the output of `fun` to `(value, (weight, aux))`; missing parts are None."""
     check_flag("has_weight", has_weight)
     check_flag("has_aux", has_aux)
@@ -197,30 +248,22 @@ def in_one_form(fun: Callable[..., Any], has_weight: bool, has_aux: bool) -> Cal
             rule = "a function that returns a scalar, or a pair with `has_aux` or `has_weight`"
             hint = "Return a mean, `(mean, aux)`, `(mean, weight)` or `(mean, (weight, aux))`."
             raise type_error("fun", rule, shortened(output), hint)
-        if not (has_weight and has_aux):
-            rest = (rest, None) if has_weight else (None, rest)
-        return value, rest
+        if has_weight and has_aux:
+            return value, rest
+        return value, (rest, None) if has_weight else (None, rest)
 
     return call
 
 
-def check_parts(parts: Count, real: Number | None) -> None:
-    """Check the numbers of micro-batches and of real micro-batches, which may be traced."""
-    check_length("num_microbatches", parts, "Pass 1 to use the whole batch at once.")
-    if real is not None:
-        hint = "Pass None to run all micro-batches."
-        check_count("num_real_microbatches", real, hint, low=0, high=int(parts))
-
-
-def in_order(rows: Array, per_example: int = 1) -> Array:
+def in_order(rows: Array, rows_per_example: int = 1) -> Array:
     """Reorder rows that are stacked by micro-batch to the example order of the batch."""
     shape = rows.shape[2:]
-    if per_example > 1:
-        rows = rows.reshape(len(rows), -1, per_example, *shape)
+    if rows_per_example > 1:
+        rows = rows.reshape(len(rows), -1, rows_per_example, *shape)
     return jnp.swapaxes(rows, 0, 1).reshape(-1, *shape)
 
 
-def every_nth(x: Array, index: Array | int, parts: int) -> Array:
-    """Select every `parts`-th example from `index`, without communication between devices."""
-    split = jnp.reshape(x, (len(x) // parts, parts, *np.shape(x)[1:]))
+def every_nth(x: Array, index: Array | int, n: int) -> Array:
+    """Select every n-th example from `index`, without communication between devices."""
+    split = jnp.reshape(x, (len(x) // n, n, *np.shape(x)[1:]))
     return lax.dynamic_index_in_dim(split, index, axis=1, keepdims=False)

@@ -12,6 +12,7 @@ import optax
 from .._checks import (
     check_arrays,
     check_no_transformation,
+    check_one_run,
     check_transformation,
     describe,
     is_array_like,
@@ -104,7 +105,10 @@ def flush(
 
 
 class _Static(NamedTuple):
-    """An argument that is not an array; without a hash, it equals only itself."""
+    """An extra argument of `flush` that is not an array.
+
+    If its value cannot be hashed, it equals only itself.
+    """
 
     value: Any
 
@@ -127,8 +131,8 @@ def _flush(
 ) -> tuple[Tree, Tree]:
     """Return the updates and the state of a call that passes no gradient and closes the window.
 
-    `static` are the extra arguments that are not arrays, and the structure of all; `traced` are the
-    arrays.
+    `static` contains the extra arguments that are not arrays, and the structure of all extra
+    arguments; `traced` contains the extra arguments that are arrays.
     """
     others, structure = static
     leaves = [y if x is None else x.value for x, y in zip(others, traced, strict=True)]
@@ -166,12 +170,12 @@ def _without_outcomes(state: Tree) -> Tree:
 
 @jax.jit  # outside jit, constants would be transferred to the device one by one
 def _without_outcome(node: WrapperState) -> WrapperState:
-    """Clear the outcome of a call."""
+    """Return a wrapper state without the flags of its last call."""
     return node._replace(outcome=jnp.zeros_like(node.outcome))
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
-    """Return the old state, with the new states of `watch` and of all accumulations."""
+    """Return the old state, in which `watch` and all accumulations have their new states."""
 
     def select(old: Tree, new: Tree) -> Tree:
         if isinstance(old, WrapperState):
@@ -239,11 +243,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     """
     (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
-    if any(map(np.ndim, counts)):
-        hint = "Select run i: `jax.tree.map(lambda x: x[i], state)`."
-        raise type_error(
-            "state", "the state of one run, without an axis of `vmap`", "several", hint
-        )
+    check_one_run(counts)
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     sizes = [x.size for x in jax.tree.leaves(window.gradient.total)]
     return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)

@@ -20,7 +20,7 @@ from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
 from ..norms._mesh import check_axis_name, max_over, replica_count, shard_axes, sum_over
 from ..norms._norm import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
-from ._threshold import Threshold, apply_rules, as_rules, init_rules
+from ._threshold import Threshold, apply_rules, as_rule, init_rules
 
 
 class ClipState(NamedTuple):
@@ -80,7 +80,8 @@ def clip_grad_norm(
         ord: Order of the norm: 1, 2 or inf. None means 2.
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()`
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
+            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
             clips on each device by its own norm.
 
     Returns:
@@ -133,7 +134,12 @@ def norm_clip(
 ) -> optax.GradientTransformation:
     """Implement `clip_by_norm`; `argument` is the name of the threshold in error messages."""
     granularity = as_granularity(granularity)
-    rules, labels = as_rules(argument, threshold, is_group=granularity.is_group)
+    named_thresholds: dict[str, Any] = {argument: threshold}
+    labels = None
+    if granularity.is_group and isinstance(threshold, Mapping):  # a threshold for each label
+        named_thresholds = {f"{argument}[{key!r}]": x for key, x in threshold.items()}
+        labels = tuple(threshold)
+    rules = [as_rule(name, x) for name, x in named_thresholds.items()]
     order = check_ord(ord)
     check_reaction(reaction)
     check_axis_name(axis_name)
@@ -170,8 +176,7 @@ def norm_clip(
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
         states = state.rules if isinstance(state, ClipState) else ()
-        columns = norms, param_norms, states, is_finite
-        thresholds, states = apply_rules(argument, rules, *columns)
+        thresholds, states = apply_rules(argument, rules, norms, param_norms, states, is_finite)
         factors = respond(norms, thresholds, is_finite, reaction)
         clipped = _scale_leaves(leaves.arrays, factors)
 
@@ -205,9 +210,9 @@ def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
 def _metrics(
     total: Scalar, norms: PerGroup, thresholds: PerGroup, factors: PerGroup, axis_name: AxisName
 ) -> Tree:
-    """Return norm, threshold and factor of all groups or of each label, and the fraction below 1.
+    """Return norm, threshold, factor and fraction as in `ClipState`.
 
-    The threshold and the factor of all groups are the smallest ones.
+    Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
     """
     bound, factor = jnp.minimum(thresholds.min(UNBOUNDED), UNBOUNDED), factors.min(1.0)
     shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
@@ -230,11 +235,14 @@ def _metrics(
 
 
 def _is_clipped(factor: Array) -> Array:
-    """Return where a factor changes the gradient; NaN does."""
+    """Return where a factor is not 1, which includes NaN."""
     return factor != 1
 
 
 def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:
-    """Return a scalar, or one for each label, with its own buffer, so that it can be donated."""
+    """Return a scalar, or a dictionary with a scalar for each label.
+
+    Each scalar has its own buffer, so that the state can be donated.
+    """
     scalars = {str(label): jnp.full((), value, jnp.float32) for label in labels}
     return scalars or jnp.full((), value, jnp.float32)

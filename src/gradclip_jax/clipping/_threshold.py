@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +21,7 @@ from .._checks import (
     check_dtype_kept,
     check_flag,
     check_number,
+    check_values,
     describe,
     dtype_of,
     is_factory,
@@ -30,10 +31,11 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
@@ -215,7 +217,8 @@ def apply_rule(
     state: Tree,
     param_norm: Array | None = None,
     is_finite: Scalar | bool = True,
-    argument: str = "threshold",
+    *,
+    argument: str,
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
@@ -264,20 +267,10 @@ def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tup
     return threshold, proposed
 
 
-def as_rules(
-    argument: str, threshold: Any, *, is_group: bool
-) -> tuple[tuple[Rule, ...], tuple[Hashable, ...] | None]:
-    """Convert a threshold to a rule, or a mapping of thresholds for groups to rules and labels."""
-    if not (is_group and isinstance(threshold, Mapping)):
-        return (as_rule(argument, threshold),), None
-    rules = [as_rule(f"{argument}[{label!r}]", x) for label, x in threshold.items()]
-    return tuple(rules), tuple(threshold)
-
-
 def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
-    """Return the initial state of one rule for all norms, or of a rule for each norm.
+    """Return the initial states of the rules, or () if no rule has a state.
 
-    The states are () if no rule has a state.
+    There is one rule for all norms, or one rule for each norm.
     """
     shape = (num_norms,) if len(rules) == 1 and num_norms != 1 else ()
     states = tuple(init_state(rule, shape) for rule in rules)
@@ -292,23 +285,31 @@ def apply_rules(
     states: Tree,
     is_finite: Scalar,
 ) -> tuple[PerGroup, Tree]:
-    """Return the threshold of each norm group, and the next states of the rules."""
+    """Return the threshold of each norm group, and the next states of the rules.
+
+    There is one rule for all norm groups, or one rule for each group.
+    """
+    check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
     if len(rules) != 1:  # one for each group
-        states = states or ((),) * len(rules)
-        columns = rules, norms.arrays, states, param_norms.arrays
-        results = [apply(*row) for row in zip(*columns, strict=True)]
-        after = tuple(state for _, state in results)
-        after = after if jax.tree.leaves(after) else ()
-        return PerGroup([threshold for threshold, _ in results], norms.groups), after
+        old_states = states or ((),) * len(rules)
+        rows = zip(rules, norms.arrays, old_states, param_norms.arrays, strict=True)
+        results = [apply(*row) for row in rows]
+        new_states = tuple([state for _, state in results])
+        thresholds = PerGroup([threshold for threshold, _ in results], norms.groups)
+        return thresholds, new_states if jax.tree.leaves(new_states) else ()
     (rule,) = rules
     if rule.init is None:
-        return norms.map(lambda norm, other: apply(rule, norm, (), other)[0], param_norms), ()
+
+        def threshold_of(norm: Array, param_norm: Array) -> Array:
+            return apply(rule, norm, (), param_norm)[0]
+
+        return norms.map(threshold_of, param_norms), ()
     vector = norms.vector()
     like = jax.eval_shape(lambda: init_state(rule, vector.shape))
     state = states[0] if states else like
     if jax.tree.leaves(like) and (not states or shapes_of(state) != shapes_of(like)):
         hint = "Pass the state of `init` for the structure of the updates."
         raise type_error("state", f"like {shortened(like)}", shortened(states), hint)
-    thresholds, state = apply(rule, vector, state, param_norms.vector())
-    return norms.with_vector(thresholds), (state,) if states else ()
+    new_vector, state = apply(rule, vector, state, param_norms.vector())
+    return norms.with_vector(new_vector), (state,) if states else ()

@@ -25,34 +25,30 @@ batches that follow. It then leads to a second rewind before `lower`.
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, WINDOW, median
+from ._outliers import BLOCK, GAP, WINDOW, median, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
-"""Rows without an incident before a save is proposed, and after a checkpoint before it is good."""
+"""Rows without an incident before a save is proposed, and after a checkpoint before it is good. A
+stretch that has not ended after so many rows, doubled after each rewind but not after "lower",
+leads to a rewind, and so do as many consecutive skipped steps."""
 
-BAD_ROWS, GAP = 3, 8
-"""A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
-
-STUCK = 32
-"""Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind but
-not after "lower"; also the number of consecutive skipped steps that lead to one."""
+BAD_ROWS = 3
+"""A stretch has at least so many bad rows, with at most GAP other rows between two of them."""
 
 MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
 after which earlier rewinds no longer count."""
-
-LASTING = 8
-"""Rows from an incident on to which its threshold for the loss applies. With more rows, the good
-batches with which a loss recovers would be left out as well."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -219,11 +215,12 @@ class Policy:
             self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
         is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
-        num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
+        is_suspicious = is_bad | np.isin(rows.step, suspicious)
+        num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
         no_rewind = ""
         # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
-        patience = STUCK * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
+        patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
         evidence = _evidence(rows, is_bad, num_rewinds, patience)
         # Of two reasons at the same step, one to rewind wins over one to stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
@@ -294,9 +291,7 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(
-    rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int
-) -> Iterator[Evidence]:
+def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) -> Iterator[Evidence]:
     """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
     is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
@@ -353,8 +348,11 @@ def _single_rows(
     """
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
-    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
+    num_bad, num_skipped = (
+        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
+    )
+    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
+    num_open = run_lengths(is_open, ~is_open)
     _, update, parameter = is_finite = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
     # The norm of the parameters is that before the update.
@@ -364,7 +362,7 @@ def _single_rows(
     yield ("restore" if num_rewinds < MOST_REWINDS else "stop"), reason, is_hardware, none
     yield "rewind", "non-finite parameters", is_fatal & ~is_hardware, np.maximum(num_bad, 1)
     yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
-    yield "rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped
+    yield "rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped
     yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
     never = f"no window closed in {LONGEST_WINDOW} calls"
     yield "stop", never, num_open > LONGEST_WINDOW, none
@@ -388,15 +386,21 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
             is_outlier |= rows.step == x.step
         if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
             first = x.step - BLOCK + 1 if "risen" in kinds else x.step
-            is_near = (rows.step >= first) & (rows.step < x.step + LASTING)
+            is_near = (rows.step >= first) & (rows.step < x.step + GAP)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
 
 
-def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
-    """Return the number of consecutive true elements up to each one, among those that count."""
-    total = np.cumsum(is_true & is_counted)
-    return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
+def check_same_log(report: Report) -> None:
+    """Raise in all processes unless the logs that they have read lead to the same decision."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    checksum = zlib.crc32(json.dumps(report[: len(DECISION)]).encode())
+    if len(np.unique(multihost_utils.process_allgather(np.uint32(checksum)))) > 1:
+        hint = "Use a file system that all processes share."
+        raise value_error("log", "the same file in all processes", "different decisions", hint)
 
 
 def agreed(report: Report) -> Report:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -25,21 +26,21 @@ from .._devices import fusion_barrier, pair_of_sums
 from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
-from .._types import Array, AxisName, Count, Scalar, Tree
+from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
-from ..norms._leaves import Leaves, checked_leaves, norm_dtype, wide_dtype
-from ..norms._mask import Mask, mask_leaves
+from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
+from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
-from ..wrappers._execute import apply_updates
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
-from ._taps import read_sums
+from ._taps import SHAPE, read_sums, tap_names
 
 
 class WatchState(NamedTuple):
@@ -178,7 +179,8 @@ def watch(
         trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
             one, None for all. The other leaves may have any dtype; their updates do not change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
+            after `psum` or `pmean`.
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
             the data axis inside `shard_map` or `pmap`. None disables the check, which measures the
             parameters whatever `of` contains.
@@ -218,13 +220,18 @@ def watch(
         check_choice("of", kind, tuple(MEASURED))
     check_length("history", history, "Pass the number of steps to keep.")
     check_count("check_every", check_every, "Pass the number of steps between two checks.")
-    with_step = bool(replica_axis) or not {*of} <= {"gradient"}
-    inner, partition = optax.with_extra_args_support(inner), as_granularity(granularity)
-    axes = axis_name, replica_axis
-    update = WatchUpdate(inner, partition, trainable, axes, with_step, int(check_every), taps)
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(_init, update, int(history)), update
+    update = WatchUpdate(
+        optax.with_extra_args_support(inner),
+        granularity=as_granularity(granularity),
+        trainable=trainable,
+        axis_name=axis_name,
+        replica_axis=replica_axis,
+        with_step=bool(replica_axis) or not {*of} <= {"gradient"},
+        check_every=int(check_every),
+        taps=tuple(tap_names("taps", taps)),
     )
+    init = jax.tree_util.Partial(_init, update, int(history))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Units(NamedTuple):
@@ -233,22 +240,56 @@ class Units(NamedTuple):
     Attributes:
         gradient: Measured leaves of the gradient.
         groups: Their norm groups.
-        trainable: The mask of measured leaves.
-        params: Parameters, to which the mask may be applied.
+        places: Indices of the measured leaves among all leaves of the gradient.
         axis_name: Mapped axes over which every leaf is sharded.
     """
 
-    gradient: Leaves
+    gradient: list[Array]
     groups: NormGroups
-    trainable: Mask
-    params: Tree | None
+    places: list[int]
     axis_name: AxisName
 
     def leaves_of(self, tree: Tree) -> list[Array]:
         """Return the measured leaves of a tree with the structure of the gradient."""
-        return self.gradient.leaves_like(mask_leaves(self.trainable, tree, self.params))
+        leaves = jax.tree.leaves(tree)
+        return [jnp.asarray(leaves[place]) for place in self.places]
 
 
+class RowValues(NamedTuple):
+    """The numbers of one row, in the order in which they are stored; see `Row`.
+
+    Attributes:
+        batch_id: int32[].
+        outcome: Flags of `Outcome`, int32[].
+        device: Index of the device whose parameters differ, int32[].
+        loss: float32[].
+        norm_limit: Smallest threshold of the guards for the gradient norm, float32[].
+        loss_limit: Smallest threshold of the guards for the loss, float32[].
+        norms: Numbers of the whole tree and of each unit, float32[1 + units, 4]; see `norm_table`.
+        taps: Sums of the taps.
+        clip_factors: Smallest factor of each clip.
+    """
+
+    batch_id: Any
+    outcome: Scalar
+    device: Scalar
+    loss: Any
+    norm_limit: Any
+    loss_limit: Any
+    norms: Array
+    taps: Array
+    clip_factors: Sequence[Array]
+
+    def packed(self, step: Scalar) -> Array:
+        """Return the row as int32[columns]; floating-point numbers are stored as their bits."""
+        ints = jnp.array([step, self.batch_id, self.outcome, self.device], jnp.int32)
+        numbers = [self.loss, self.norm_limit, self.loss_limit, self.norms, self.taps]
+        columns = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in (*numbers, *self.clip_factors)]
+        bits = lax.bitcast_convert_type(jnp.concatenate(columns), jnp.int32)
+        return jnp.concatenate([ints, bits])
+
+
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatchUpdate(InPlaceUpdate):
     """The `update` function of `watch`.
@@ -257,20 +298,22 @@ class WatchUpdate(InPlaceUpdate):
         inner: Transformation that is watched.
         granularity: Which elements share a norm.
         trainable: Leaves that are measured.
-        axes: The arguments `axis_name` and `replica_axis`.
+        axis_name: Mapped axes over which every leaf is sharded.
+        replica_axis: Mapped axes along which all devices should have the same parameters.
         with_step: Whether updates and parameters are measured.
         check_every: Number of steps between two checks of the replicas.
-        taps: Probes of the model, or None.
+        taps: Names of the taps of the model.
     """
 
     __name__: ClassVar[str] = "update"
     inner: optax.GradientTransformationExtraArgs
     granularity: Granularity
     trainable: Mask
-    axes: tuple[AxisName, AxisName]
+    axis_name: AxisName
+    replica_axis: AxisName
     with_step: bool
     check_every: int
-    taps: Tree | None
+    taps: tuple[str, ...]
 
     @named("watch")
     def __call__(
@@ -279,8 +322,8 @@ class WatchUpdate(InPlaceUpdate):
         """Return the update of the inner transformation, and the state with a new row."""
         units = self._units(updates, state, params)
         output, inner_state = self.inner.update(updates, state.inner_state, params, **extra_args)
-        step = self._measure_step(units, output, params)
-        return output, self._record(units, step, state, inner_state, extra_args)
+        step_sums = self._measure_step(units, output, params)
+        return output, self._record(units, step_sums, state, inner_state, extra_args)
 
     @named("watch")
     def apply(
@@ -296,30 +339,32 @@ class WatchUpdate(InPlaceUpdate):
         def measure(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
             return self._measure_step(units, updates, params), observe and observe(updates, params)
 
-        given = grads, state.inner_state, params, extra_args
-        new, inner_state, (step, measured) = update.apply(*given, measure)
-        if step is not None:
+        new_params, inner_state, (step_sums, observed) = update.apply(
+            grads, state.inner_state, params, extra_args, measure
+        )
+        if step_sums is not None:
             # If the inner transformation did not run, only the parameters are measured.
             has_run = has_flag(outcome_of(inner_state), Outcome.APPLIED)
             unchanged = functools.partial(sums_of_params, units)
-            step = lax.cond(has_run, lambda _: step, unchanged, units.leaves_of(new))
-        return new, self._record(units, step, state, inner_state, extra_args), measured
+            leaves = units.leaves_of(new_params)
+            step_sums = lax.cond(has_run, lambda _: step_sums, unchanged, leaves)
+        new_state = self._record(units, step_sums, state, inner_state, extra_args)
+        return new_params, new_state, observed
 
     def _units(self, grads: Tree, state: Tree, params: Tree | None) -> Units:
-        """Check the arguments, and select the leaves that are measured."""
+        """Return the leaves that are measured, or raise if an argument of `update` is invalid."""
         check_state(state, WatchState)
         if params is not None or self.with_step:
             check_params(grads, params)
         masked = mask_leaves(self.trainable, grads, params)
         leaves = checked_leaves("updates", masked)
         groups = self.granularity.partition(leaves.arrays, masked)
-        return Units(leaves, groups, self.trainable, params, self.axes[0])
+        included = included_places(grads, masked)
+        places = [included[i] for i in leaves.places]
+        return Units(leaves.arrays, groups, places, self.axis_name)
 
     def _measure_step(self, units: Units, updates: Tree, params: Tree) -> Array | None:
-        """Return the sums of squares of updates and parameters, or None if they are not measured.
-
-        The array is float[groups, 2].
-        """
+        """Return the result of `sums_of_step`, or None if updates are not measured."""
         if not self.with_step:
             return None
         return sums_of_step(units, units.leaves_of(updates), units.leaves_of(params))
@@ -327,40 +372,49 @@ class WatchUpdate(InPlaceUpdate):
     def _record(
         self,
         units: Units,
-        step: Array | None,
+        step_sums: Array | None,
         state: WatchState,
         inner_state: Tree,
         extra_args: ExtraArgs,
     ) -> WatchState:
-        """Measure the gradient, and write a row with the outcome of the call."""
-        axis_name, replica_axis = self.axes
+        """Return the state with a new row, which also contains the measured gradient.
+
+        `step_sums` are the sums of squares of updates and parameters, or None if not measured.
+        """
         sums = sums_of_gradient(units)
-        table = norm_table(sums, jnp.zeros_like(sums) if step is None else step, units.groups)
+        step_sums = jnp.zeros_like(sums) if step_sums is None else step_sums
+        norms = norm_table(sums, step_sums, units.groups)
         # The gradient was multiplied by the loss scale before the call.
-        table /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
+        norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
-        differs, device = _other_replica(table[:, -1], replica_axis, phase)
-        found = metrics(inner_state)
-        outcome = _outcome(inner_state, extra_args, found, self.with_step)
+        differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
+        inner_metrics = metrics(inner_state)
+        outcome = _outcome(inner_state, inner_metrics, extra_args, self.with_step)
         outcome |= jnp.where(differs, int(Outcome.REPLICA_DIFFERS), 0)
-        loss, batch_id = loss_of(extra_args, axis_name), extra_args.get("batch_id")
+        loss, batch_id = loss_of(extra_args, self.axis_name), extra_args.get("batch_id")
         if batch_id is not None:
             check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
-        ints = 0 if batch_id is None else batch_id, outcome, device
-        limits = found.get("skip_threshold", 0), found.get("loss_threshold", 0)
-        measured = table, self._tap_sums(extra_args), *_clip_factors(found).values()
-        floats = 0 if loss is None else loss, *limits, *measured
-        return _written(state, ints, floats)._replace(inner_state=inner_state)
+        row = RowValues(
+            batch_id=0 if batch_id is None else batch_id,
+            outcome=outcome,
+            device=device,
+            loss=0 if loss is None else loss,
+            norm_limit=inner_metrics.get("skip_threshold", 0),
+            loss_limit=inner_metrics.get("loss_threshold", 0),
+            norms=norms,
+            taps=self._tap_sums(extra_args),
+            clip_factors=list(_clip_factors(inner_metrics).values()),
+        )
+        return _written(state, row)._replace(inner_state=inner_state)
 
     def _tap_sums(self, extra_args: ExtraArgs) -> Array:
         """Return the sums of the taps, or zeros if no statistics were passed."""
-        names, zeros = read_sums("taps", self.taps)
         if (stats := extra_args.get("taps")) is None:
-            return zeros
+            return jnp.zeros((len(self.taps), *SHAPE), jnp.float32)
         found, sums = read_sums("taps", stats)
-        if found != names:
+        if tuple(found) != self.taps:
             hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
+            raise value_error("taps", f"statistics of {listed(self.taps)}", listed(found), hint)
         return sums
 
 
@@ -370,10 +424,9 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     inner_state = update.inner.init(params)
     # Remove weak types, which would cause recompilation after the first step.
     inner_state = like_dtypes(inner_state, inner_state)
-    names = names_of(params, update.granularity, update.trainable, update.taps)
+    names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
     clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
-    _, tap_sums = read_sums("taps", update.taps)
-    size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
+    size = TREE + 4 * (1 + len(names.units)) + math.prod(SHAPE) * len(names.taps) + len(clips)
     values = jnp.zeros((history, size), jnp.int32)
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 
@@ -383,12 +436,12 @@ def sums_of_gradient(units: Units) -> Array:
 
     The result is float[groups, 2].
     """
-    dtype = norm_dtype(units.gradient.arrays)
+    dtype = norm_dtype(units.gradient)
 
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
-        return _sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
+        return _two_sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
 
-    return _sums_of_groups(units, terms, units.gradient.arrays)
+    return _sums_of_groups(units, terms, units.gradient)
 
 
 def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]) -> Array:
@@ -405,13 +458,13 @@ def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]
         new, info = old + wide, jnp.finfo(p.dtype)
         if info.bits < 32:  # XLA would remove a conversion to the narrow dtype and back
             new = lax.reduce_precision(new, 8, info.nmant)  # like bfloat16, without underflow
-        return _sums(axes, squares(new - old, dtype), squares(old, dtype))
+        return _two_sums(axes, squares(new - old, dtype), squares(old, dtype))
 
     return _sums_of_groups(units, terms, updates, params)
 
 
 def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
-    """Return the result of `sums_of_step` for updates of zero, which it does not read."""
+    """Return the sums of squares of zero updates and of parameters, float[groups, 2]."""
     dtype = norm_dtype(params)
 
     def terms(p: Array, axes: tuple[int, ...]) -> Array:
@@ -422,7 +475,7 @@ def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
 
 
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
-    """Return two sums for each norm group; `terms` returns those of a leaf."""
+    """Return two sums for each norm group; see `table_of_sums`."""
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
     # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
@@ -431,10 +484,10 @@ def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequenc
 
 
 def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
-    """Return the norms of the whole tree and of each norm group, float32[1 + groups, 4].
+    """Return four numbers for the whole tree and for each norm group, float32[1 + groups, 4].
 
-    The columns are the number of non-finite elements of the gradient, and the norms of gradient,
-    update and parameters.
+    They are the number of non-finite elements of the gradient, and the norms of gradient, update
+    and parameters. The arguments are the results of `sums_of_gradient` and `sums_of_step`.
     """
     table = jnp.concatenate([of_gradient, of_step], 1)
     if groups.axes is not None or groups.labels:
@@ -443,17 +496,18 @@ def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
     return jnp.where(jnp.arange(4) == 0, table, jnp.sqrt(table)).astype(jnp.float32)
 
 
-def _sums(axes: tuple[int, ...], *terms: Array) -> Array:
-    """Return two sums for each norm of a leaf, float[norms, 2]."""
-    sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), *terms)
+def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
+    """Return the sums of two arrays over the given axes for each slice, float[slices, 2]."""
+    sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), x, y)
     return replicated(sums).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
-    """Return whether the norms of a replica differ, and the index of the one that differs most.
+    """Return whether the parameter norms of a replica differ, and the index of this replica.
 
-    They are compared in phase 0 of the steps between two checks. Replicas execute the same program
-    on the same inputs, so their norms are identical bit for bit.
+    If several replicas differ from the median, the index is that of the largest difference. The
+    norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
+    their norms are identical bit for bit.
     """
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
         axis_index(name, "replica_axis")  # raises if the axis is not mapped
@@ -465,7 +519,7 @@ def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Sc
         rows = lax.psum(jnp.where(is_own, norms, 0), axis_name)
         typical = jnp.sort(rows, axis=0)[count // 2]
         distance = jnp.max(jnp.abs(rows - typical), axis=1)
-        device = jnp.argmax(distance).astype(jnp.int32)  # of the first NaN, if there is one
+        device = jnp.argmax(distance).astype(jnp.int32)  # the first NaN is the largest
         return (distance[device] != 0) & jnp.isfinite(typical).all(), device
 
     none = jnp.bool_(False), jnp.int32(0)
@@ -478,20 +532,23 @@ def _loss_scale(state: Tree) -> Array | int:
     return jnp.asarray(found[0][1].loss_scale) if found else 1
 
 
-def _clip_factors(found: dict[str, Array]) -> dict[str, Array]:
-    """Return the factors of all clips and groups among metrics."""
-    return {key: x for key, x in found.items() if key.startswith("clip_factor")}
+def _clip_factors(inner_metrics: dict[str, Array]) -> dict[str, Array]:
+    """Return the entries of a dictionary of metrics that are factors of clips."""
+    return {key: x for key, x in inner_metrics.items() if key.startswith("clip_factor")}
 
 
 def _outcome(
-    inner_state: Tree, extra_args: ExtraArgs, found: dict[str, Array], with_step: bool
+    inner_state: Tree, inner_metrics: dict[str, Array], extra_args: ExtraArgs, with_step: bool
 ) -> Array:
-    """Return the flags of a row: the outcome of the call, and what was measured and passed."""
+    """Return the flags of a row.
+
+    They contain the outcome of the call, which norms are measured, and which arguments are passed.
+    """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
     # Without an accumulation, the inner transformation may read another `weight`.
-    is_given = micro_batch_of(extra_args).is_given if "mini_step" in found else True
+    is_given = micro_batch_of(extra_args).is_given if "mini_step" in inner_metrics else True
     flags |= jnp.where(is_given, int(Outcome.HAS_GRADIENT), 0)
-    flags |= jnp.where(found.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
+    flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {
         Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,
         Outcome.HAS_LOSS: loss_argument(extra_args)[1] is not None,
@@ -501,19 +558,17 @@ def _outcome(
     return flags | sum(int(flag) for flag, is_set in known.items() if is_set)
 
 
-def _written(state: WatchState, ints: Iterable[Any], floats: Iterable[Any]) -> WatchState:
+def _written(state: WatchState, values: RowValues) -> WatchState:
     """Write a row into the ring buffer."""
-    count, values = state.step_count, state.rows.values
-    wide = jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in floats])
-    bits = lax.bitcast_convert_type(wide, jnp.int32)
-    row = jnp.concatenate([jnp.array([count, *ints], jnp.int32), bits])[None]
-    if row.shape[1] != values.shape[1]:
-        got = f"a state with {values.shape[1]} values for each row instead of {row.size}"
+    rows = state.rows.values
+    row = values.packed(state.step_count)[None]
+    if row.shape[1] != rows.shape[1]:
+        got = f"a state with {rows.shape[1]} values for each row instead of {row.shape[1]}"
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."
         raise value_error("state", "the state of this `watch`", got, hint)
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
-    values = reshard_like(values, row)
-    next_count = jnp.asarray(optax.safe_increment(count))
+    rows = reshard_like(rows, row)
+    next_count = jnp.asarray(optax.safe_increment(state.step_count))
     # The place depends on the next count, with which the row is read, even if it saturates.
-    values = lax.dynamic_update_slice_in_dim(values, row, (next_count - 1) % len(values), 0)
-    return state._replace(step_count=next_count, rows=state.rows._replace(values=values))
+    rows = lax.dynamic_update_slice_in_dim(rows, row, (next_count - 1) % len(rows), 0)
+    return state._replace(step_count=next_count, rows=state.rows._replace(values=rows))

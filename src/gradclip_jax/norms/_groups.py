@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -55,6 +54,10 @@ class NormGroups(NamedTuple):
         if self.axes is None:
             return self.size
         return sum(map(num_slices, leaves, self.axes))
+
+    def axes_of(self, index: int, leaf: Array) -> Axes:
+        """Return the axes over which each norm of the leaf with this index is computed."""
+        return tuple(range(leaf.ndim)) if self.axes is None else self.axes[index]
 
 
 def tree_groups(leaves: Sequence[Array], tree: Tree = None) -> NormGroups:
@@ -124,15 +127,11 @@ class PerGroup:
 
     def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
         """Return the numbers of each leaf, which broadcast against it; None without a group."""
+        index = self.groups.group_of_leaf
         if len(self.arrays) != 1:
-            return [None if i is None else self.arrays[i] for i in self.groups.group_of_leaf]
-        numbers = broadcast_scalar(self.arrays[0], leaves)
-        if None not in self.groups.group_of_leaf:
-            return numbers
-        return [
-            None if i is None else x
-            for i, x in zip(self.groups.group_of_leaf, numbers, strict=True)
-        ]
+            return [None if group is None else self.arrays[group] for group in index]
+        copies = broadcast_scalar(self.arrays[0], leaves)
+        return [None if group is None else x for group, x in zip(index, copies, strict=True)]
 
     def by_label(self) -> dict[str, Scalar]:
         """Return the number of each group with a label."""
@@ -170,61 +169,86 @@ def reduce_groups(
 ) -> list[Array]:
     """Compute the sum or maximum over the leaves of each norm group, with at most one all-reduce.
 
-    `terms(leaf, axes, *columns)` reduces a leaf over the axes to the terms of its groups.
+    Args:
+        terms: Function `(leaf, axes, *others)` that reduces a leaf over axes to one number for each
+            slice, or to several numbers along a last axis.
+        leaves: Inexact leaves.
+        *columns: Other arrays for each leaf, which are passed to `terms`.
+        groups: The norm groups of the leaves.
+        axis_name: Mapped axes over which every leaf is sharded.
+        is_sum: Whether to sum the terms of the leaves instead of returning the largest one.
+
+    Returns:
+        An array like `PerGroup.arrays` for the norm groups.
     """
     over = () if groups.is_local else axis_name
-    shards = list(map(functools.partial(shard_axes, axis_name=over), leaves))
-    everywhere = frozenset[str]().union(*shards)
-    parts: dict[int | None, list[Array]] = collections.defaultdict(list)
-    for i, (group, x, *others) in enumerate(
-        zip(groups.group_of_leaf, leaves, *columns, strict=True)
-    ):
-        part = terms(x, groups.axes[i] if groups.axes else tuple(range(x.ndim)), *others)
-        is_repeated = is_sum and shards[i] != everywhere  # count a replicated leaf once
-        parts[group].append(part / replica_count(shards[i], everywhere) if is_repeated else part)
-    reduce = functools.partial(tree_reduce, jnp.sum if is_sum else jnp.max)
-    empty = [jnp.zeros((), norm_dtype(leaves))]
-    totals = [reduce(parts[group] or empty) for group in range(groups.size)]
-    if not everywhere:
+    shards = [shard_axes(x, over) for x in leaves]
+    all_axes = frozenset[str]().union(*shards)
+    parts: list[list[Array]] = [[] for _ in range(groups.size)]
+    for i, (x, *others) in enumerate(zip(leaves, *columns, strict=True)):
+        group = groups.group_of_leaf[i]
+        if group is None:
+            continue
+        part = terms(x, groups.axes_of(i, x), *others)
+        if is_sum and shards[i] != all_axes:  # each replica of this leaf is part of the sum
+            part = part / replica_count(shards[i], all_axes)
+        parts[group].append(part)
+    zero = jnp.zeros((), norm_dtype(leaves))  # for a group without leaves
+    reduce = jnp.sum if is_sum else jnp.max
+    totals = [tree_reduce(reduce, terms_of_group or [zero]) for terms_of_group in parts]
+    if not all_axes:
         return totals
     vector = jnp.concatenate([x.reshape(-1) for x in totals])
-    return split((sum_over if is_sum else max_over)(vector, everywhere), totals)
+    return split(sum_over(vector, all_axes) if is_sum else max_over(vector, all_axes), totals)
 
 
-def stack_small(
-    groups: NormGroups, *columns: Sequence[Array]
-) -> tuple[list[list[int]], NormGroups, list[list[Array]]]:
-    """Stack small leaves of one type that have the same norm group or the same sliced axes.
+class Stacks(NamedTuple):
+    """Leaves that are reduced by one kernel, because they are small and have the same type.
 
-    Returns the indices of the leaves in each stack, the norm groups of the stacks, and for each
-    column its stacks.
+    Attributes:
+        members: Indices of the leaves in each stack. A large leaf is alone.
+        groups: Norm groups of the stacks.
+        columns: For each column of arrays, its stacks.
     """
-    labels = groups.axes or groups.group_of_leaf
+
+    members: list[list[int]]
+    groups: NormGroups
+    columns: list[list[Array]]
+
+
+def stack_small(groups: NormGroups, *columns: Sequence[Array]) -> Stacks:
+    """Stack small leaves of one type that belong to the same norm group, or have the same slices.
+
+    Each column contains an array for each leaf.
+    """
+    labels = groups.group_of_leaf if groups.axes is None else groups.axes
     members = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
-    stacks = [stack(x, members) for x in columns]
+    stacks = [stack(column, members) for column in columns]
     if groups.axes is None:
-        group_of_leaf = tuple(groups.group_of_leaf[own[0]] for own in members)
-        return members, groups._replace(group_of_leaf=group_of_leaf), stacks
+        group_of_stack = tuple([groups.group_of_leaf[own[0]] for own in members])
+        return Stacks(members, groups._replace(group_of_leaf=group_of_stack), stacks)
+    # The leaves of a stack are indexed by a new axis 0.
     axes = [tuple(a + (len(own) > 1) for a in groups.axes[own[0]]) for own in members]
-    return members, slice_groups(axes, is_local=groups.is_local), stacks
+    return Stacks(members, slice_groups(axes, is_local=groups.is_local), stacks)
 
 
 def table_of_sums(
     terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
 ) -> Array:
-    """Sum over the leaves of each norm group; return a row of two sums for each group.
+    """Return a table with two sums over the leaves of each norm group, float[groups, 2].
 
-    `terms(leaf, axes, *columns)` returns two sums for each slice of a leaf, float[slices, 2].
+    `terms(leaf, axes, *others)` returns two sums for each slice of a leaf, float[slices, 2]. The
+    first column contains the leaves.
     """
     leaves = columns[0]
-    members, stacked, stacks = stack_small(groups, *columns)
-    rows = reduce_groups(terms, *stacks, groups=stacked, axis_name=axis_name)
-    zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # of a group without leaves
-    table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in rows)])
-    if groups.axes is None:
+    stacks = stack_small(groups, *columns)
+    parts = reduce_groups(terms, *stacks.columns, groups=stacks.groups, axis_name=axis_name)
+    zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # for a group without leaves
+    table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
+    if groups.axes is None or not leaves:
         return table
-    # The table is in the order of the stacks. Sort it in the order of the leaves.
-    ends = np.cumsum(list(map(num_slices, leaves, groups.axes)))
-    starts = np.concatenate([[0], ends[:-1]]).astype(int)
-    places = [np.arange(starts[i], ends[i]) for own in members for i in own]
-    return table[np.argsort(np.concatenate(places))] if places else table
+    # A leaf has one row for each slice. Sort the rows, which are in the order of the stacks.
+    ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
+    rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
+    order = np.concatenate([rows_of_leaf[i] for own in stacks.members for i in own])
+    return table[np.argsort(order)]

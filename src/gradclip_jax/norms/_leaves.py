@@ -72,7 +72,7 @@ def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
 
 
 def _raise_invalid(argument: str, tree: Tree, kind: Any) -> None:
-    """Raise an error that lists the leaves of another dtype, or one in another memory."""
+    """Raise an error for leaves that are not of the dtype `kind`, or not in device memory."""
     leaves = [(path, x) for path, x in jax.tree.leaves_with_path(tree) if not is_float0(x)]
     bad = [(path, x) for path, x in leaves if not jnp.issubdtype(dtype_of(x), kind)]
     if bad:
@@ -95,7 +95,10 @@ def inexact_leaves(tree: Tree) -> list[Array]:
 
 
 def inexact_shapes(tree: Tree) -> list[Any]:
-    """Return the inexact leaves of a tree unconverted, because `init` may get placeholders."""
+    """Return the inexact leaves of a tree without converting them to arrays.
+
+    `optax.tree.map_params` passes placeholders to `init`, which are not arrays.
+    """
     return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 

@@ -26,7 +26,7 @@ def check_mask(mask: Mask) -> None:
 
 
 def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
-    """Return a tree like a gradient with whether the mask includes each leaf."""
+    """Return a tree of bools with the structure of a gradient: whether each leaf is included."""
     if callable(mask):
         mask = call_user("trainable", "trainable", mask, grads if params is None else params)
         check_mask(mask)
@@ -54,3 +54,13 @@ def mask_leaves(mask: Mask, tree: Tree, params: Tree) -> Tree:
         return leaf if is_included and np.size(leaf) else optax.MaskedNode()
 
     return jax.tree.map(kept, tree, broadcast_mask(mask, tree, params))
+
+
+def included_places(tree: Tree, masked: Tree) -> list[int]:
+    """Return the indices of the leaves of a tree that `mask_leaves` did not replace."""
+
+    def is_included(_: object, leaf: Tree) -> bool:
+        return not isinstance(leaf, optax.MaskedNode)
+
+    flags = jax.tree.leaves(jax.tree.map(is_included, tree, masked))
+    return [i for i, is_kept in enumerate(flags) if is_kept]

@@ -66,7 +66,10 @@ def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
 
 
 def check_equal_on_devices(argument: str, x: Any, axes: frozenset[str], averaged: str) -> None:
-    """Raise if a value varies over other mesh axes than `axes`; `averaged` is named in the hint."""
+    """Raise if a value varies over mesh axes that are not in `axes`.
+
+    The hint of the error recommends to average the expression `averaged` over these axes.
+    """
     others = varying_axes(x) - axes
     if others:
         names = ", ".join(map(repr, sorted(others)))

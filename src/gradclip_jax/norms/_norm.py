@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -162,32 +162,43 @@ def group_norms(
     """Compute the norm of each group with at most one all-reduce, and read each leaf once."""
     if ord == 2:
         return _l2_norms(leaves, groups, axis_name)
-    stacked = groups
-    if groups.axes is None:
-        _, stacked, (leaves,) = stack_small(groups, leaves)
     dtype = norm_dtype(leaves)
 
-    def terms(x: Array, axes: Axes) -> Array:
+    def sum_of_magnitudes(x: Array, axes: Axes) -> Array:
+        return reduce_axes(jnp.sum, magnitude(x, dtype), axes)
+
+    def largest_magnitude(x: Array, axes: Axes) -> Array:
         sizes = magnitude(x, dtype)
-        if ord == 1:
-            return reduce_axes(jnp.sum, sizes, axes)
         # A maximum on GPU and an all-reduce may drop NaN.
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
         return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
 
-    norms = reduce_groups(terms, leaves, groups=stacked, axis_name=axis_name, is_sum=ord == 1)
+    if ord == 1:
+        return PerGroup(_reduced(sum_of_magnitudes, leaves, groups, axis_name), groups)
+    norms = _reduced(largest_magnitude, leaves, groups, axis_name, is_sum=False)
     return PerGroup(norms, groups)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _l2_norms(leaves: list[Array], groups: NormGroups, axis_name: AxisName) -> PerGroup:
     """Compute the L2 norm of each group."""
-    stacked, dtype = groups, norm_dtype(leaves)
-    if groups.axes is None:  # the norms of slices of a stack would have to be separated again
-        _, stacked, (leaves,) = stack_small(groups, leaves)
-    terms = functools.partial(sum_of_squares, dtype=dtype)
-    sums = reduce_groups(terms, leaves, groups=stacked, axis_name=axis_name)
+    terms = functools.partial(sum_of_squares, dtype=norm_dtype(leaves))
+    sums = _reduced(terms, leaves, groups, axis_name)
     return PerGroup(map_arrays(jnp.sqrt, sums), groups)
+
+
+def _reduced(
+    terms: Callable[..., Array],
+    leaves: list[Array],
+    groups: NormGroups,
+    axis_name: AxisName,
+    *,
+    is_sum: bool = True,
+) -> list[Array]:
+    """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
+    if groups.axes is None:  # the norms of slices of a stack would have to be separated again
+        _, groups, (leaves,) = stack_small(groups, leaves)
+    return reduce_groups(terms, leaves, groups=groups, axis_name=axis_name, is_sum=is_sum)
 
 
 @_l2_norms.defjvp
@@ -208,9 +219,8 @@ def _l2_norms_jvp(
         return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
 
     columns = leaves, by_leaf, directions
-    return norms, PerGroup(
-        reduce_groups(along, *columns, groups=groups, axis_name=axis_name), groups
-    )
+    slopes = reduce_groups(along, *columns, groups=groups, axis_name=axis_name)
+    return norms, PerGroup(slopes, groups)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

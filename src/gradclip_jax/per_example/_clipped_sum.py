@@ -20,7 +20,7 @@ from .._devices import device_count, fusion_barrier
 from .._types import Array, Scalar
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import is_explicit, sum_over, varying_axes
-from ._factored import Factored, Value, as_wide_array
+from ._factored import Convolution, Factored, Value, as_wide_array
 from ._gram import norm_of, root, squared_norm, sum_squares
 from ._loss import Outputs, part_of
 
@@ -71,39 +71,46 @@ class _Groups(NamedTuple):
     clip_factors: ClipFactors | None
 
     def sums_and_norms(self, outputs: Outputs) -> SumsAndNorms:
-        """Compute norms from factors, and materialize the examples where this is inaccurate."""
+        """Compute norms from factors, and materialize the gradients whose norms are inaccurate."""
         # Norms and sums must be computed from identically rounded gradients.
         outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)), aux=None)
-        size = outputs.value.shape[0]
+        norms, is_accurate = self.norms_from_factors(outputs)
+
+        def all_at_once(outputs: Outputs) -> SumsAndNorms:
+            return self.clipped_sum(outputs, norms, is_accurate), norms
+
+        def with_inaccurate(outputs: Outputs) -> SumsAndNorms:
+            accurate = outputs._replace(grads=_select(is_accurate, outputs.grads))
+            return self.add_inaccurate(outputs, is_accurate, all_at_once(accurate))
+
+        if outputs.value.size == 0:
+            return all_at_once(outputs)
+        return lax.cond(is_accurate.all(), all_at_once, with_inaccurate, outputs)
+
+    def norms_from_factors(self, outputs: Outputs) -> tuple[list[Array], Array]:
+        """Return the norms of each group, and for each example whether they are accurate."""
 
         def measure(grads: list[Value]) -> list[Array]:
             return self.total([jnp.stack(squared_norm(g)) for g in grads])
 
         norms: list[Array] = []
-        is_exact = jnp.ones(size, bool)
-        for total, error in map(jnp.transpose, jax.vmap(measure, axis_size=size)(outputs.grads)):
+        is_accurate = jnp.ones(outputs.value.shape, bool)
+        pairs = jax.vmap(measure, axis_size=outputs.value.size)(outputs.grads)
+        for total, error in map(jnp.transpose, pairs):
             norm, is_close = norm_of(total, error)
             norms.append(norm)
-            # An example with weight 0 and a finite norm contributes 0, so its norm may be inexact.
-            is_exact &= is_close | (outputs.weight <= 0) & jnp.isfinite(total)
+            # An example with weight 0 and a finite norm contributes 0, whatever its norm is.
+            is_accurate &= is_close | (outputs.weight <= 0) & jnp.isfinite(total)
+        return norms, is_accurate
 
-        def at_once(outputs: Outputs) -> SumsAndNorms:
-            return self.clipped_sum(outputs, norms, is_exact), norms
-
-        def one_by_one(outputs: Outputs) -> SumsAndNorms:
-            exact = at_once(outputs._replace(grads=_select(is_exact, outputs.grads)))
-            return self.add_inexact(outputs, is_exact, exact)
-
-        return lax.cond(is_exact.all(), at_once, one_by_one if size else at_once, outputs)
-
-    def total(self, numbers: Sequence[Array]) -> list[Array]:
-        """Sum two numbers of each leaf over the leaves of each group and over their shards."""
+    def total(self, of_leaves: Sequence[Array]) -> list[Array]:
+        """Sum arrays of shape [2], one for each leaf, over the leaves of each group and shards."""
 
         def total(group: Sequence[int]) -> Array:
-            sums = jnp.zeros(2, wide_dtype(*[numbers[i].dtype for i in group]))
+            sums = jnp.zeros(2, wide_dtype(*[of_leaves[i].dtype for i in group]))
             for axes in dict.fromkeys([self.shards[i] for i in group]):
-                of_axes = [numbers[i].astype(sums.dtype) for i in group if self.shards[i] == axes]
-                sums += sum_over(functools.reduce(jnp.add, of_axes), axes)
+                terms = [of_leaves[i].astype(sums.dtype) for i in group if self.shards[i] == axes]
+                sums += sum_over(functools.reduce(jnp.add, terms), axes)
             return sums
 
         return list(map(total, self.groups))
@@ -119,44 +126,54 @@ class _Groups(NamedTuple):
             of_leaf.update(dict.fromkeys(group, jnp.where(is_added, weighted, 0)))
         return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(outputs.grads)]
 
-    def add_inexact(self, outputs: Outputs, is_exact: Array, exact: SumsAndNorms) -> SumsAndNorms:
-        """Add the examples with inexact norms, materializing one gradient at a time per device."""
-        size = outputs.value.shape[0]
-        steps = size // math.gcd(size, device_count(outputs.value))
+    def add_inaccurate(
+        self, outputs: Outputs, is_accurate: Array, accurate: SumsAndNorms
+    ) -> SumsAndNorms:
+        """Add the examples with inaccurate norms to the sums over the other examples.
 
-        def measure(grads: list[Value]) -> tuple[list[Array], list[Scalar]]:
-            arrays = list(map(as_wide_array, grads))
-            squares = [jnp.stack([sum_squares(x)] * 2) for x in arrays]
-            return arrays, [root(x[0], x[0]) for x in self.total(squares)]
+        Each device materializes the gradient of one example at a time.
+        """
+        size = outputs.value.size
+        num_steps = size // math.gcd(size, device_count(outputs.value))
 
         def add(index: Array, carry: SumsAndNorms) -> SumsAndNorms:
             sums, norms = carry
-            part, before, known = part_of((outputs, norms, is_exact), steps, index)
-            grads, after = jax.vmap(measure, axis_size=size // steps)(part.grads)
-            pairs = zip(before, after, strict=True)
-            after = [jnp.where(known, x, y.astype(x.dtype)) for x, y in pairs]
-            rows = zip(norms, after, strict=True)
-            norms = [x.reshape(-1, steps).at[:, index].set(row).reshape(-1) for x, row in rows]
-            is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, after), ~known)
+            part, old, is_known = part_of((outputs, norms, is_accurate), num_steps, index)
+            grads, exact = jax.vmap(self.materialize, axis_size=size // num_steps)(part.grads)
+            pairs = zip(old, exact, strict=True)
+            new = [jnp.where(is_known, x, y.astype(x.dtype)) for x, y in pairs]
+            norms = [
+                x.reshape(-1, num_steps).at[:, index].set(part_norms).reshape(-1)
+                for x, part_norms in zip(norms, new, strict=True)
+            ]
+            is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, new), ~is_known)
             part = part._replace(grads=_select(is_finite, grads))
-            terms = self.clipped_sum(part, after, ~known)
+            terms = self.clipped_sum(part, new, ~is_known)
             return list(map(jnp.add, sums, terms)), norms
 
         def step(carry: SumsAndNorms, index: Array) -> tuple[SumsAndNorms, None]:
-            is_done = is_exact.reshape(-1, steps)[:, index].all()
+            is_done = is_accurate.reshape(-1, num_steps)[:, index].all()
             return lax.cond(is_done, lambda x: x, functools.partial(add, index), carry), None
 
         # Unlike a `while_loop`, a scan can be differentiated in reverse mode.
-        return lax.scan(step, exact, jnp.arange(steps, dtype=jnp.int32))[0]
+        return lax.scan(step, accurate, jnp.arange(num_steps, dtype=jnp.int32))[0]
+
+    def materialize(self, grads: list[Value]) -> tuple[list[Array], list[Scalar]]:
+        """Return the gradients of one example as arrays, and the norm of each group."""
+        arrays = list(map(as_wide_array, grads))
+        totals = self.total([jnp.stack([sum_squares(x)] * 2) for x in arrays])
+        return arrays, [root(x[0], x[0]) for x in totals]
 
 
 def _select(keep: Array, grads: Sequence[Value]) -> list[Value]:
-    """Set the gradients of other examples to zero, because multiplying NaN by 0 returns NaN."""
+    """Set the gradients of the examples outside a mask to zero, because NaN times 0 is NaN."""
     return jax.vmap(lambda k, g: jax.tree.map(lambda x: jnp.where(k, x, 0), g))(keep, grads)
 
 
 def _weighted_sum(value: Value, factors: Array) -> Array:
     """Multiply per-example gradients by factors and sum over examples in float32 or wider."""
+    if isinstance(value, Convolution):
+        return as_wide_array(value.weighted_sum(factors))
     if isinstance(value, Factored):
         scaled = jax.vmap(Factored.scale)(value, factors)
         return as_wide_array(scaled.stack(len(factors), summed=True))

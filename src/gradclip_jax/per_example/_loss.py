@@ -11,16 +11,15 @@ import numpy as np
 from jax import lax
 
 from .._checks import check_callable, check_flag, describe, labels_of
-from .._errors import type_error
+from .._errors import type_error, value_error
 from .._run_if import run_step, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
     Split,
-    batch_size,
     bind_split,
     every_nth,
-    in_one_form,
     in_order,
+    with_weight_and_aux,
 )
 from ..norms._mesh import vary, varying_axes, zeros_of_type
 from ._evaluate import evaluate
@@ -67,20 +66,22 @@ class Loss:
     def bind(self, args: Sequence[Tree], kwargs: dict[str, Any], parts: int = 1) -> "Examples":
         """Check the arguments of a call, and separate the parameters from the batch."""
         split = bind_split(args, parts, self.argnums, self.batch_argnums)
-        size = batch_size({f"args[{i}]": args[i] for i in split.batches})
-        split._replace(size=size, parts=1).warn_of_unsplit(args, kwargs)
-        params = split.differentiated_of(args)
-        call = in_one_form(self.fun, self.has_weight, self.has_aux)
+        if not split.batch_argnums:
+            hint = "Pass the position of an argument with a batch axis."
+            raise value_error("batch_argnums", "at least one position", "()", hint)
+        split.warn_of_unsplit(args, kwargs)
+        params = split.differentiated(args)
+        call = with_weight_and_aux(self.fun, self.has_weight, self.has_aux)
 
         def value_of(leaves: list[Array], example: Example) -> ValueAndRest:
             new = jax.tree.unflatten(jax.tree.structure(params), leaves)
             chosen = split.with_differentiated(args, new)
-            for i, x in zip(split.batches, example, strict=True):
+            for i, x in zip(split.batch_argnums, example, strict=True):
                 chosen[i] = x
             try:
                 value, (weight, aux) = call(*chosen, **kwargs)
             except Exception as error:
-                error.add_note(_note(split, args, size, example))
+                error.add_note(_note(split, args, example))
                 raise
             weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
             if weight.ndim:
@@ -88,12 +89,12 @@ class Loss:
                 raise type_error("fun", rule, describe(weight), "Return the weight of one example.")
             return jnp.asarray(value), (weight, aux)
 
-        batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batches]))
+        batch = jax.tree.map(jnp.asarray, tuple([args[i] for i in split.batch_argnums]))
         leaves = list(map(jnp.asarray, jax.tree.leaves(params)))
         return Examples(value_of, params, leaves, batch)
 
 
-def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> str:
+def _note(split: Split, args: Sequence[Tree], example: Example) -> str:
     """Explain an error in the loss function by listing the shapes of one example."""
     shapes = ", ".join(describe(x) for x in jax.tree.leaves(example))
     note = (
@@ -101,8 +102,8 @@ def _note(split: Split, args: Sequence[Tree], size: int, example: Example) -> st
         "pass `lambda params, x: fun(params, x[None])`."
     )
     for i, arg in enumerate(args):
-        is_whole = i not in (*split.batches, *split.differentiated)
-        if is_whole and any(np.shape(x)[:1] == (size,) for x in jax.tree.leaves(arg)):
+        is_whole = i not in (*split.batch_argnums, *split.argnums)
+        if is_whole and any(np.shape(x)[:1] == (split.num_examples,) for x in jax.tree.leaves(arg)):
             note += f" Argument {i} was not split; if it is batched, add it to `batch_argnums`."
     return note
 
