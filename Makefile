@@ -74,7 +74,7 @@ format: $(VENV)/.installed-dev  ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-BENCHMARKS = steps.times faults.other_libraries faults.guards faults.detect faults.streams per_example.speed
+BENCHMARKS = steps.times faults.guards faults.detect faults.streams per_example.speed
 bench: $(VENV)/.installed-test  ## every benchmark that measures this machine
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; done
 

@@ -19,7 +19,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import json
 import pathlib
 import tempfile
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ import gradclip_jax as gcx
 from benchmarks import _report
 from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
+from gradclip_jax.monitoring._log import read_lines
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
 BATCHES, HELD_OUT = 1000, 64
@@ -286,8 +286,12 @@ class Job:
         monitor = gcx.Monitor(self.lab.model.params, log=self.log, resume=True, rewind_on_rise=True)
         report, run = monitor.report, self.lab.start
         if self.told is not None:
-            kept = [[x.batch_ids, x.num_lowers, x.num_rewinds] for x in (self.told, report)]
-            self.lost += [f"{kept[0]} became {kept[1]}"] if kept[0] != kept[1] else []
+            # A decision that was written before the kill is in force, although no one was told.
+            is_newer = report.num_rewinds > self.told.num_rewinds
+            if not is_newer and report.batch_ids != self.told.batch_ids:
+                self.lost.append(f"{self.told.batch_ids} became {report.batch_ids}")
+            if (report.num_rewinds, report.num_lowers) < self.told[5:7]:
+                self.lost.append("a rewind")
         if self.disk:
             run = self.resume(report)
         else:
@@ -360,7 +364,7 @@ def ending(job, clean):
 
 def events(job):
     """Return the incidents, the decisions with the batches that they leave out, and the actions."""
-    lines = [json.loads(line) for line in job.log.read_text().splitlines()]
+    lines = read_lines(job.log)  # without lines that were cut off by a kill
     decisions = [(x["action"], x["batch_ids"]) for x in lines if "action" in x]
     incidents = {(x["step"], *x["kinds"]) for x in lines if "kinds" in x}
     return incidents, decisions, [action for action, _ in decisions]

@@ -20,6 +20,10 @@ QUICK = {
         *("| PPO in a scan: nothing |", "clip |", "clip, guard |", "watch |", "per-example"),
         *("AdamW alone: 0.2 M", "Workarounds, PPO in a scan"),
     ),
+    "faults.closed_loop --small": (
+        *("0 decisions without a fault", "| bad batches | 1 / 0 / 0 / 0 |", "| kills | 4 |"),
+        *("| all | 8 / 0 / 0 / 0 |", "that lost something | 0 |", "that differ | 0 |"),
+    ),
     "faults.detect --quick": ("| NaN in one element | 100% of 2 |", "gru: 0 incidents in 800"),
     "faults.streams --steps 200 --seeds 1": ("zero in 5 % of steps | 2 |", "restarts | 0 |"),
 }

@@ -35,7 +35,7 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, GAP, WINDOW, run_lengths
+from ._outliers import BLOCK, GAP, WINDOW, median, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -324,15 +324,16 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) ->
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     """Return the index of the last row before the losses have recovered from a stretch.
 
-    A loss has recovered if it is below the middle between the usual loss before the stretch and the
-    lowest loss of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
+    A loss has recovered if it is below the middle between the median loss before the stretch and
+    that of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
     of a classifier that has become useless may be below them.
     """
     first, last = int(stretch[0]), int(stretch[-1])
-    before, lowest = losses[max(first - WINDOW, 0) : first], np.nanmin(losses[stretch])
-    if not (len(before) and np.isfinite(lowest)):
+    before = losses[max(first - WINDOW, 0) : first]
+    middle = (median(before) + median(losses[stretch])) / 2 if first else np.nan
+    if not np.isfinite(middle):
         return last
-    is_high = ~(losses[last + 1 :] < (np.median(before) + lowest) / 2)
+    is_high = ~(losses[last + 1 :] < middle)
     high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
     return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])
 
