@@ -76,9 +76,9 @@ TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
 of the loss, and the loss. The columns of units and of taps follow them."""
 
-_KEPT = HISTORY + 3 * PERIOD
-"""Rows that are kept: those of a tail, those near an outlier before it, and those of a period that
-has begun."""
+_KEPT = HISTORY + WINDOW
+"""Rows that are kept: those of a tail, and more than 3 * PERIOD before them, for rows near an outlier
+and for the rows of a period that has begun."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
