@@ -77,8 +77,8 @@ TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 of the loss, and the loss. The columns of units and of taps follow them."""
 
 _KEPT = HISTORY + WINDOW
-"""Rows that are kept: those of a tail, and more than 3 * PERIOD before them, for rows near an outlier
-and for the rows of a period that has begun."""
+"""Rows that are kept: those of a tail, and more than 3 * PERIOD before them, which are rows near an
+outlier and rows of a period that has begun."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
