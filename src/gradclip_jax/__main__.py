@@ -16,7 +16,7 @@ _EXAMPLE = """example:
   python -m gradclip_jax train.log
 
   prints for example
-    step 201: applied, gradient norm 40 (threshold 5); loss 9 (threshold 3)
+    step 201: applied, gradient norm 40 (threshold 5); loss 9 (threshold 2.8)
   and writes train_incidents.png, which requires matplotlib
 """
 

@@ -29,7 +29,6 @@ import numpy as np
 from .._types import HostArray
 from ._outliers import (
     BLOCK,
-    EXPLODED,
     GAP,
     HISTORY,
     LOG_LOSS,
@@ -37,7 +36,6 @@ from ._outliers import (
     PARAMETER,
     PERIOD,
     RATIO,
-    RISE,
     STARVING,
     STARVING_ROWS,
     TREE,
@@ -93,7 +91,7 @@ class LossRise(NamedTuple):
     Attributes:
         text: Which losses have risen, and what they were compared with.
         threshold: The loss above which the rise continues.
-        has_exploded: Whether the loss had fallen before, and is now far above its first value.
+        has_exploded: Whether the loss had fallen before, and is far above its last values.
     """
 
     text: str
@@ -105,7 +103,7 @@ class Losses:
     """Compare the losses of a run with its first and with its best ones."""
 
     def __init__(self):
-        self.rises, self.start = LastingRises(np.log([RISE])), np.zeros(0)
+        self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
         self.first = self.best = math.inf  # the first finite loss, the highest of the best BLOCK
         self.count, self.is_positive = 0, True
 
@@ -119,7 +117,7 @@ class Losses:
             each one may be value losses, which grow with the return of a policy. Such losses have
             not fallen since the start, or are negative at times.
         """
-        losses = np.where(np.isfinite(losses), losses, np.inf)
+        ratio, losses = RATIO["loss"], np.where(np.isfinite(losses), losses, np.inf)
         finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
         self.first = finite[0] if math.isinf(self.first) and len(finite) else self.first
         is_positive = self.is_positive & np.logical_and.accumulate(losses >= 0)
@@ -128,16 +126,16 @@ class Losses:
         lowest, best = np.exp(levels_of_rise)[..., 0]
         # BLOCK consecutive losses were clearly below the first one.
         best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
-        have_fallen = best_so_far * RISE < self.first
-        is_high = (index < PERIOD - 1) | (levels > RISE * self.first)
+        have_fallen = best_so_far * ratio < self.first
+        is_high = (index < PERIOD - 1) | (levels > ratio * self.first)
         found = self._unlearned(losses)
         for i in np.flatnonzero(has_risen[:, 0] & is_positive).tolist():
             text = (
-                f"the lowest of the last {BLOCK} losses, {lowest[i]:.3g}, is above {RISE} times "
+                f"the lowest of the last {BLOCK} losses, {lowest[i]:.3g}, is above {ratio} times "
                 f"the highest of the best {BLOCK}, {best[i]:.3g}"
             )
-            has_exploded = bool(have_fallen[i] and lowest[i] > EXPLODED * self.first)
-            found[i] = LossRise(text, RISE * float(best[i]), has_exploded)
+            has_exploded = bool(have_fallen[i] and lowest[i] > RATIO["tree"] * levels[i])
+            found[i] = LossRise(text, ratio * float(best[i]), has_exploded)
         if len(losses):
             self.best, self.is_positive = best_so_far[-1], is_positive[-1]
         self.count += len(losses)

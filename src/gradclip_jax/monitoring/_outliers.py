@@ -38,7 +38,7 @@ from .._types import HostArray
 WINDOW = 128
 """Rows of a median. In a shorter window, a few outliers become the usual value."""
 
-HISTORY = 2048
+HISTORY = 16 * WINDOW
 """Rows of a tail. In fewer rows, a tail that is heavy but usual looks like outliers."""
 
 PERIOD = 16
@@ -47,23 +47,22 @@ computations of the statistics, which would otherwise dominate the time of a rea
 `2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly. A
 unit, a loss or a clip factor that is zero in PERIOD rows has become zero."""
 
-WIDTH = {"tree": 3.0, "other": 6.0}
+WIDTH = {"tree": 3.0, "other": 4.0}
 """Standard deviations of the smallest bound. With less, noise is reported."""
 
 TAIL = {"tree": 3.0, "other": 0.03}
 """Expected number of usual rows above the tail: for the gradient norm of a tree without units, and
 for other columns, which are many or lead to a rewind. With more, heavy tails are reported."""
 
-RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.5}
-"""Smallest ratio of an outlier to its level: the gradient norm of the tree, other norms and taps,
-and the loss. With less, outliers without any effect are reported. In the first WINDOW rows, a loss
-above RATIO["part"] times the highest earlier one is an outlier as well."""
+RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.4}
+"""Smallest ratio of an outlier to its level, and of a lasting rise: the gradient norm of the tree,
+other norms and taps, and the loss. With less, noise without any effect is reported. In the first
+WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as well. A loss
+that has fallen, and then rises for good above RATIO["tree"] times its level, has diverged. A value
+loss, which grows with the return of a policy, takes more rows to rise so far."""
 
 BLOCK = 12
 """Rows of a lasting rise. With fewer, a spike that decays slowly is a lasting rise."""
-
-RISE = 1.35
-"""Smallest ratio of a lasting rise of the loss. With less, the noise of a loss is a rise."""
 
 GAP = 8
 """Rows between two incidents of one streak, and between two bad rows of one stretch; also the rows
@@ -73,17 +72,13 @@ STARVING, STARVING_ROWS = 1e-3, 200
 """A clip whose factor is smaller in so many rows leaves the optimizer almost no gradient. With a
 larger factor or fewer rows, the large gradients at the start of a run are reported."""
 
-EXPLODED = 10.0
-"""A loss that has fallen and then rises for good above so many times its first value has diverged.
-Without it, such a run is not told to rewind, because a value loss may grow as well."""
-
 TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
 of the loss, and the loss. The columns of units and of taps follow them."""
 
-_KEPT = HISTORY + 3 * PERIOD
-"""Rows that are kept: those of a tail, those near an outlier before it, and those of a period that
-has begun."""
+_KEPT = HISTORY + WINDOW
+"""Rows that are kept: those of a tail, and more than 3 * PERIOD before them, which are rows near an
+outlier and rows of a period that has begun."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
