@@ -83,7 +83,7 @@ def convert_state(
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
-            shape, for example because `params` are other parameters.
+            shape, for example because `params` are other parameters, or if `state` was vmapped.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
             micro-batches would be discarded (inside `jit`, if they could be), or if a
             `dynamic_loss_scale` is added to, or removed from, an unfinished accumulation.
