@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -104,6 +104,12 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 def is_traced(value: object) -> bool:
     return isinstance(value, Tracer)
+
+
+def check_not_traced(argument: str, tree: Tree, hint: str) -> None:
+    """Raise if a function that runs on the host is called inside jit."""
+    if any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise type_error(argument, "passed outside `jit`", "an abstract array", hint)
 
 
 def is_float0(leaf: object) -> bool:
@@ -272,6 +278,7 @@ def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> 
 
 _SIGNATURES = {
     "should_skip": "(grads, state, params, **extra_args) -> (skip, observed)",
+    "advance": "(state, observed, skipped) -> state",
     "predicate": "(grads, params, **extra_args) -> bool[]",
     "reaction": "(norm, threshold) -> factor",
 }
@@ -288,28 +295,47 @@ def check_transformation(argument: str, value: object) -> None:
 
 
 def check_no_transformation(state: object) -> None:
-    """Raise if a transformation was passed instead of its state."""
+    """Raise if something was passed from which no state can be read."""
     if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
         hint = "Pass the state that `init(params)` or `update` returned."
         got = type(state).__name__
         raise type_error("state", "an optimizer state", got, hint)
-    check_not_donated(state)
+    if any(map(_is_untyped_state, jax.tree.leaves(state, is_leaf=_is_untyped_state))):
+        hint = "Restore the checkpoint into the structure of `tx.init(params)`."
+        raise type_error("state", "a state with its types", "its fields in a dict", hint)
+    check_values("state", state)
 
 
-def check_not_donated(state: object) -> None:
-    """Raise if the arrays of a state were donated to an earlier step."""
-    first = next(iter(jax.tree.leaves(state)), None)
-    if isinstance(first, jax.Array) and not is_traced(first) and first.is_deleted():
-        hint = "Use the state that the step returned."
-        raise value_error("state", "a state that was not donated", "a donated one", hint)
+def _is_untyped_state(node: object) -> bool:
+    """Return whether a node contains the fields of a guard or of `watch`, but lost its type."""
+    fields = {"outcome", "guard_failed"}, {"step_count", "rows"}
+    return isinstance(node, Mapping) and any(x <= node.keys() for x in fields)
 
 
-def check_state(state: object, kind: type) -> None:
-    """Raise if the state is missing or belongs to another transformation."""
+def check_values(argument: str, tree: Tree) -> None:
+    """Raise if arrays have no values, because they were donated to a step or are abstract."""
+    for x in jax.tree.leaves(tree):
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct)
+        if is_abstract or (isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted()):
+            got = "an abstract array" if is_abstract else "a donated array"
+            hint = f"Use the {argument} that the step returned."
+            raise value_error(argument, "a tree of arrays with values", got, hint)
+
+
+def check_one_run(counts: Iterable[Any]) -> None:
+    """Raise if the counts of a state have an axis of `vmap`."""
+    if any(map(np.ndim, counts)):
+        hint = "Use `jax.vmap`, or select run i with `jax.tree.map(lambda x: x[i], state)`."
+        raise type_error("state", "the state of one run", "a state with an axis of `vmap`", hint)
+
+
+def check_state(state: Any, kind: type) -> None:
+    """Raise if the state is missing, belongs to another transformation, or cannot be read."""
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
         raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
-    check_not_donated(state)
+    check_values("state", state)
+    check_one_run(state[:1])  # the first field is a scalar
 
 
 def check_axis(axis: object) -> tuple[int, ...] | None:

@@ -23,6 +23,7 @@ import optax
 from ._checks import (
     check_arrays,
     check_choice,
+    check_one_run,
     check_transformation,
     describe,
     is_traced,
@@ -31,7 +32,7 @@ from ._checks import (
 from ._converters import from_own, to_own, wrapper_state
 from ._errors import public, type_error, value_error
 from ._run_if import like_dtypes
-from ._states import is_own_state, metric_names, plain_arrays, with_structure_of
+from ._states import is_own_state, metric_names, metrics, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from .wrappers._accumulation import AccumulationState
 from .wrappers._state import GuardState, WrapperState
@@ -101,6 +102,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
+    check_one_run(metrics(state).values())
     like = tx.init(params)
     new, old = to_own(plain_arrays(like)), to_own(plain_arrays(state))
     values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))
@@ -182,8 +184,9 @@ def _shown(argument: str, leaf: _Leaf | None) -> str:
     """Describe an array, the state that contains it and its path for an error message."""
     if leaf is None:
         return "nothing"
-    state = next((f" of {x.__name__}" for x in leaf.keys if isinstance(x, type)), "")
-    return f"{describe(leaf.value)}{state} at {leaf_path(argument, leaf.path)}"
+    types = ", ".join(x.__name__ for x in leaf.keys if isinstance(x, type))
+    of = f" of {types}" if types else ""
+    return f"{describe(leaf.value)}{of} at {leaf_path(argument, leaf.path)}"
 
 
 # States of this package
@@ -270,9 +273,10 @@ def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
 
 
 def _has_same_arrays(x: Tree, y: Tree) -> bool:
-    """Return whether two states have the same structure, and arrays of the same types."""
-    x_types, y_types = (jax.eval_shape(lambda tree: tree, state) for state in (x, y))
-    return jax.tree.structure(x_types) == jax.tree.structure(y_types) and x_types == y_types
+    """Return whether two states have arrays of the same shapes and dtypes."""
+    # Compare descriptions, because types contain the sharding, which may differ.
+    types = [jax.tree.map(describe, jax.eval_shape(lambda tree: tree, state)) for state in (x, y)]
+    return types[0] == types[1]
 
 
 # Accumulations

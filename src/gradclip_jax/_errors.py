@@ -65,7 +65,15 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     def wrap(result: Any) -> Any:
         # The updates of guards and accumulations are objects with names of their own.
-        return named(name)(result) if isinstance(result, types.FunctionType) else result
+        if not isinstance(result, types.FunctionType):
+            return result
+
+        @functools.wraps(result)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with named(name):
+                return result(*args, **kwargs)
+
+        return call
 
     @functools.wraps(fun)
     @named(name, in_step=False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import call_user, check_decays, check_number, check_params, check_state
+from ._checks import call_user, check_arrays, check_decays, check_number, check_params, check_state
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -97,11 +97,8 @@ def stable_adamw(
     check_axis_name(axis_name)
 
     def init(params: Tree) -> StableAdamWState:
-        def zeros(param: Array) -> Array:
-            dtype = jnp.result_type(param)
-            return jnp.zeros_like(param, wide_dtype(dtype) if is_inexact(param) else dtype)
-
-        mu, nu = (jax.tree.map(zeros, params) for _ in range(2))
+        check_arrays("params", params)
+        mu, nu = (jax.tree.map(_zero_moment, params) for _ in range(2))
         return StableAdamWState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(
@@ -140,6 +137,13 @@ def _rms(x: Array, axis_name: AxisName) -> Scalar:
     """Return the root mean square of a leaf, which may be sharded over mesh axes."""
     size = x.size * replica_count(frozenset(), shard_axes(x, axis_name))
     return norm_of_leaves([x], 2.0, axis_name) / math.sqrt(max(size, 1))
+
+
+def _zero_moment(param: Array) -> Array:
+    """Return the initial moment of a parameter, in at least float32."""
+    if not is_inexact(param):
+        return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
+    return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
 
 
 def _with_bias_correction(decay: Number, step: Array) -> Array:

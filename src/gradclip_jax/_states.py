@@ -5,7 +5,8 @@ contains the state of another transformation, its field `inner_state` is that st
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._checks import check_no_transformation
-from ._errors import public
+from ._errors import public, type_error
 from ._types import Array, Path, Tree
 
 
@@ -72,8 +73,53 @@ def has_clip(state: Tree) -> bool:
 
 
 def is_only_clips(state: Tree) -> bool:
-    """Return whether a state is that of a clip, or of a chain of clips."""
-    return is_clip(state) or (type(state) is tuple and bool(state) and all(map(is_clip, state)))
+    """Return whether a state is that of a clip, or of clips in chains and other wrappers."""
+    if hasattr(state, "inner_state"):
+        return is_only_clips(state.inner_state)
+    is_chain = (type(state) is tuple or isinstance(state, Mapping)) and len(state) > 0
+    parts = state.values() if isinstance(state, Mapping) else state
+    return is_clip(state) or (is_chain and all(map(is_only_clips, parts)))
+
+
+def is_clip_before_scale(state: Tree) -> bool:
+    """Return whether a clip in a chain is before the loss scale and receives scaled gradients.
+
+    The state of `optax.named_chain` is a dictionary, which does not keep the order.
+    """
+    if is_own_state(state):
+        return is_clip_before_scale(getattr(state, "inner_state", ()))
+    if not _has_loss_scale(state):
+        return False
+    is_chain = type(state) is tuple or isinstance(state, Mapping)
+    children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
+    if not is_chain:  # the groups of `optax.partition` are not a chain
+        groups = [[*x.values()] if isinstance(x, Mapping) else [x] for x in children]
+        return any(is_clip_before_scale(x) for group in groups for x in group)
+    for child in children:
+        if _has_loss_scale(child) and not isinstance(state, Mapping):
+            return is_clip_before_scale(child)
+        if not _has_loss_scale(child) and has_clip(child):
+            return True
+    return any(map(is_clip_before_scale, children))
+
+
+def _has_loss_scale(state: Tree) -> bool:
+    """Return whether a state contains the state of a loss scale of this package."""
+
+    def is_loss_scale(node: object) -> bool:
+        return is_own_state(node) and hasattr(type(node), "loss_scale")
+
+    return any(map(is_loss_scale, jax.tree.leaves(state, is_leaf=is_loss_scale)))
+
+
+def check_clip_order(state: Tree) -> None:
+    """Raise if a chain clips gradients before the loss scale divides them."""
+    if is_clip_before_scale(state):
+        rule = "a state without a clip before the loss scale in the same chain"
+        raise type_error("state", rule, "one with a clip of scaled gradients", _CLIP_INSIDE)
+
+
+_CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:
@@ -142,6 +188,8 @@ def metrics(state: Tree) -> dict[str, Array]:
         place = jax.tree_util.keystr(path, simple=True, separator="/")
         for name, value in node.step_metrics().items():
             entries.setdefault(name, []).append((place, value))
+    if "loss_scale" in entries and is_clip_before_scale(state):
+        warnings.warn(f"A clip receives scaled gradients. {_CLIP_INSIDE}", stacklevel=2)
     out: dict[str, Tree] = {}
     for name, found in entries.items():
         if name == "grad_norm":

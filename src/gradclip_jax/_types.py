@@ -1,7 +1,8 @@
 """Types of arguments and results."""
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Final, TypeAlias
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +42,30 @@ Labels: TypeAlias = Hashable | Mapping[Any, Tree] | list[Tree]
 
 UNBOUNDED: Final = float(np.finfo(np.float32).max)
 """A finite value for missing thresholds, because `jax_debug_infs` raises for infinities."""
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def as_pytree(cls: _Class) -> _Class:
+    """Register a dataclass of functions and options as a pytree whose leaves are its fields.
+
+    Libraries such as Optimistix read the arrays that the functions close over, so that an optimizer
+    with another learning rate is not traced again. They create nodes with leaves that are not
+    functions, which the checks of `__post_init__` would reject.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def unflatten(_: object, values: Sequence[Any]) -> Any:
+        node = object.__new__(cls)
+        vars(node).update(zip(names, values, strict=True))
+        return node
+
+    def flatten(node: Any) -> tuple[list[Any], None]:
+        return [getattr(node, name) for name in names], None
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
 
 
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable and looks like a function

@@ -60,10 +60,10 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         >>> gcx.diagnostics.nonfinite_leaves(tree)
         {"['b']": 2}
     """
+    hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
+    _checks.check_not_traced("tree", tree, hint)
+    _checks.check_values("tree", tree)
     leaves = jax.tree.leaves_with_path(tree)
-    if any(_checks.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in leaves):
-        hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
-        raise _errors.type_error("tree", "passed outside `jit`", "an abstract array", hint)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.
     counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})
@@ -131,7 +131,7 @@ def verify_step(
         The verdict, and the leaves and devices that differ.
 
     Raises:
-        TypeError: If `step` is not callable.
+        TypeError: If `step` is not callable, or if called inside jit.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx
@@ -143,6 +143,10 @@ def verify_step(
         those of the rerun state machine of Megatron-LM.
     """
     _checks.check_callable("step", step, "Pass the training step, then its arguments.")
+    _checks.check_values(
+        "args", [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+    )
+    _checks.check_not_traced("args", (args, kwargs), "Call `verify_step(jax.jit(step), ...)`.")
     runs = [_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2)]
     moved = _moved((args, kwargs))
     if moved is not None:

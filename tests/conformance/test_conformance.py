@@ -11,7 +11,7 @@ What has only one place in the library is tested there, in depth:
 | 4 exact norms | | clipping/test_norm, test_gpu |
 | 5 no bad value stays | does_not_outlive_its_step | test_gates_machine |
 | 6 fixed states | have_the_types, jit_and_scan | accumulation/test_transform |
-| 7 eager, jit, scan, vmap, pmap | eager_agrees, jit_and_scan, vmap_is | clipping/test_clip |
+| 7 eager, jit, scan, vmap, pmap | eager_agrees, jit_and_scan, vmap_is, traced_again | clipping/test_clip |
 | 8 extra arguments | reach_the_inner_one | accumulation/test_wrapping |
 | 9 many devices | eight_devices | clipping/test_sharding, test_collectives, test_processes |
 | 10 micro-batches are the batch | | accumulation/test_microbatch, test_fuzz |
@@ -342,3 +342,25 @@ def test_norms_are_bounded_after_clipping(name, dtype):
         threshold = threshold * np.linalg.norm(np.asarray(w, np.float64), axis=0)
     assert np.all(norms <= threshold * (1 + 2 * float(jnp.finfo(dtype).eps)))
     assert np.any(norms > 0.8 * threshold)  # it was clipped to the threshold, not far below
+
+
+@every
+def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(name):
+    eqx = pytest.importorskip("equinox")
+    eqxi = pytest.importorskip("equinox.internal")
+    traces = 0
+
+    @eqx.filter_jit
+    def step(tx, grads):  # as `optimistix.OptaxMinimiser` does
+        nonlocal traces
+        traces += 1
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    row, grads, found = TRANSFORMATIONS[name], {"a": jnp.ones(2)}, []
+    for rate in (1.0, 2.0):
+        sgd = optax.sgd(jnp.float32(rate))
+        tx = row.around(sgd) if row.around else optax.chain(row(), sgd)
+        tx = optax.with_extra_args_support(tx)
+        found.append(step(eqxi.closure_to_pytree(tx), grads)["a"])
+    assert traces == 1
+    np.testing.assert_array_equal(found[1], 2 * found[0])

@@ -170,6 +170,25 @@ def decision():
     return agreed(found)[: len(DECISION)]
 
 
+def one_monitor(folder):
+    """Only process 0 builds a monitor, which does not wait for the others."""
+    if jax.process_index() == 0:
+        gcx.Monitor(PARAMS, log=folder / "alone.jsonl", resume=True)
+    return True
+
+
+def different_logs(folder):
+    """Process 0 alone has the log of a run that went on, so that both raise."""
+    log = folder / f"log-{jax.process_index()}.jsonl"
+    if jax.process_index() == 0:
+        log.write_text('{"step": 7, "loss": 1.0}\n')
+    tx = gcx.watch(optax.sgd(0.1))
+    try:
+        gcx.Monitor(PARAMS, log=log, resume=True).read(tx.init(PARAMS))
+    except ValueError as error:
+        return str(error)
+
+
 def main():
     process, processes, port, out = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -179,6 +198,7 @@ def main():
     jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process), **timeouts)
     assert jax.process_count() == int(processes) and len(jax.devices()) == DEVICES
     seen = {x: by_jit(x) for x in LAYOUTS} | {f.__name__: f() for f in (shard_map_window, decision)}
+    seen |= {f.__name__: f(Path(out).parent) for f in (one_monitor, different_logs)}
     Path(out).write_text(json.dumps(seen))
 
 

@@ -229,19 +229,32 @@ ACCEPTED = [
     ("smaller than the big batch", {"3", "0.5", "1e-50", "float[3]"}, r"diagnostics.noise_scale small_batch"),
     ("larger than the small batch", NUMBERS - {"3", "0.5", "inf"} | {"1e+39"}, r"diagnostics.noise_scale big_batch"),
     ("norms of a log", NUMBERS - {"inf"} | ARRAYS | {"1e-50", "1e+39", "int[3]"}, r"diagnostics.suggest_max_norm norms"),
-    ("any pytree may contain the state, or a leaf that is not an array", ANY - {"SGD", "rule"}, r"(has_updated|metrics|raise_if_failed) state"),
+    ("any pytree may contain the state, or a leaf that is not an array", ANY - {"SGD", "rule", "shape"}, r"(has_updated|metrics|raise_if_failed) state"),
     ("any pytree may have finite leaves", ANY - {"shape"}, r"diagnostics.nonfinite_leaves tree"),
     ("leaves that are not arrays have no row", ANY, r"Monitor params"),
     ("SGD has no state with the shapes of parameters", EMPTY | FLOATS | ARRAYS | {"True", "0", "-1", "3", repr(np.int64(3_000_000_000)), "1j", "int[3]", "bool[3]", "key", "shape"}, r"convert_state params"),
-    ("any hashable object is a label", ANY - EMPTY - ARRAYS - {"[0, 'a']", repr({"w": "a"}), "{1, 2}", "lambda:", "lambda x", repr(int), "int[3]", "str[1]", "bool[3]", "key", "SGD", "optax.adam", "zscore"}, r"(granularities.group|per_example.norms) param_labels"),
+    ("any hashable object is a label", ANY - EMPTY - ARRAYS - {"[0, 'a']", repr({"w": "a"}), "{1, 2}", "lambda:", "lambda x", repr(int), "int[3]", "str[1]", "bool[3]", "key", "SGD", "optax.adam", "zscore", "rule", "axis"}, r"(granularities.group|per_example.norms) param_labels"),
     ("one label for all", {"None"}, r"per_example.norms param_labels"),
+    ("the default", {"None"}, r"(?!skip_spikes.update loss).*\.update (value|loss|weight)"),
+    ("a clip by a number has no state, and reads no parameters", ANY, r"clip_by_\S+\.(init|update) (state|params)|adaptive_grad_clip\.(init params|update state)"),
+    ("the state of a guard or of `watch` does not depend on parameters; SGD has no state", ANY, r"(skip|watch|dynamic|round)\S*\.init params"),
+    ("SGD reads no parameters", {"None"}, r"(skip|dynamic|accumulate)\S+\.update params"),
+    ("a loss", FLOATS | {"True", "0", "-1", "3", repr(2**40), repr(np.int64(3_000_000_000))}, r".*\.update value"),
+    ("a loss, or an argument of the optimizer", ANY - {"10**400"}, r"(?!skip_spikes).*\.update loss"),
+    ("a loss, without an argument of the optimizer", FLOATS | {"True", "0", "-1", "3", repr(2**40), repr(np.int64(3_000_000_000))}, r"skip_spikes.update loss"),
+    ("an argument of the optimizer", ANY, r"(?!accumulate).*\.update (weight|flush)"),
+    ("a number of tokens, or NaN for a guard outside", NUMBERS | {"0", "nan"}, r"accumulate_gradients.update weight"),
+    ("a bool", {"True"}, r"accumulate_gradients.update flush"),
+    ("arrays, also without a gradient", EMPTY | FLOATS | ARRAYS | {"True", "0", "-1", "3", repr(np.int64(3_000_000_000)), "1j", "int[3]", "bool[3]", "key", "shape"}, r"(accumulate|stable)\S+\.init params"),
+    ("a tree of floating-point leaves", EMPTY | FLOATS | ARRAYS, r"clip_by_\S+\.update updates"),
+    ("complex trees", {"1j"}, r"clip_by_(global|leaf)\S+\.update updates"),
 ]
 # Errors that name another argument, because the two contradict each other or one is derived from the other.
 INSTEAD = {
     "clip_cotangent x": "axis", "qk_clip max_logits": "key", "qk_clip head_axis": "key", "apply_gradients grads": "updates",
     "per_example.norms batch_argnums": "batch", "per_example.value_and_grad batch_argnums": "batch",
     "SkipRule init": "predicate", "SkipRule should_skip": "predicate", "SkipRule advance": "predicate",
-    "thresholds.Rule init": "max_norm", "thresholds.Rule update": "max_norm",
+    "thresholds.Rule init": "max_norm", "thresholds.Rule update": "max_norm", "skip_spikes.update loss": "value",
 }
 # The transformation that checks what its caller passed on, or that uses the object.
 INNER = {
@@ -289,6 +302,33 @@ CALLS = {
     "Monitor": {"params": GRADS}, "Monitor.read": {"state": WATCH.init(GRADS)},
 } | dict.fromkeys(("adagc", "adaptive_grad_clip", "autoclip", "zclip", "round_stochastically", "granularities.axis", "granularities.layer", *(f"thresholds.{x}" for x in ("ema", "mean_std", "percentile", "quantile", "zscore", "relative_to_params"))), {})
 # fmt: on
+# The functions of transformations; a wrapper has extra arguments.
+WRAPPERS = {"accumulate_gradients", "skip_nonfinite", "skip_spikes", "watch", "dynamic_loss_scale"}
+TRANSFORMATIONS = {
+    name: FUNCTIONS[name](**CALLS[name])
+    for name in (*sorted(WRAPPERS), "stable_adamw", "round_stochastically", "adaptive_grad_clip")
+    + ("clip_by_global_norm", "clip_by_leaf_norm", "clip_by_value")
+} | {"skip_spikes": gcx.skip_spikes(SGD, norm=1.0, loss=1.0)}
+
+
+def update_of(tx, has_extra_args):
+    if has_extra_args:
+        return lambda updates, state, params, value, loss, weight, flush: tx.update(
+            updates, state, params, value=value, loss=loss, weight=weight, flush=flush
+        )
+    return lambda updates, state, params: tx.update(updates, state, params)
+
+
+UPDATES = {
+    f"{name}.{function}": call
+    for name, tx in TRANSFORMATIONS.items()
+    for function, call in (("init", tx.init), ("update", update_of(tx, name in WRAPPERS)))
+}
+EXTRA_ARGS = {"value": None, "loss": 1.0, "weight": None, "flush": False}
+for name, tx in TRANSFORMATIONS.items():
+    CALLS[f"{name}.init"] = {"params": GRADS}
+    arguments = {"updates": GRADS, "state": tx.init(GRADS), "params": GRADS}
+    CALLS[f"{name}.update"] = arguments | (EXTRA_ARGS if name in WRAPPERS else {})
 # What users receive instead of building it; `plot_log` reads as `read_log` does, and plots.
 RESULTS = {
     f"diagnostics.{x}"
@@ -297,6 +337,7 @@ RESULTS = {
 PUBLIC = (
     FUNCTIONS
     | CLASSES
+    | UPDATES
     | {"Monitor.read": lambda state, saved: gcx.Monitor(GRADS).read(state, saved=saved)}
 )
 
@@ -329,8 +370,10 @@ def outcome(name, argument, label):
     except (TypeError, ValueError, OSError, AttributeError, OverflowError) as error:
         function, _, rest = str(error).partition(": ")
         inner = INNER.get(name, INNER.get(name.split(".")[0]))
-        right = {name, name.split(".")[-1], inner}
-        other = INSTEAD.get(f"{name} {argument}", argument)
+        right = {name, *name.split("."), inner}
+        # `update` compares its arguments.
+        default = "updates" if f"{name} {argument}".endswith(".update params") else argument
+        other = INSTEAD.get(f"{name} {argument}", default)
         is_named = any(re.search(rf"`{x}\b|\b{x}=|of `{x}|at {x}", rest) for x in (argument, other))
         is_ours = isinstance(error, (TypeError, ValueError)) and " must be " in rest
         return (

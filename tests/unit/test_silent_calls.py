@@ -23,6 +23,13 @@ def step(tx, state=None, grads=PARAMS, **extra):
     return optax.with_extra_args_support(tx).update(grads, state, PARAMS, **extra)
 
 
+WATCHED = gcx.watch(sgd)
+
+
+def read():
+    return gcx.Monitor(PARAMS).read(step(WATCHED)[1])
+
+
 def skip_rule(init=lambda p: (), skip=lambda g, s, p: (False, ()), advance=lambda s, o, k: s):
     return lambda: step(gcx.skip_if(sgd, gcx.SkipRule(init, skip, advance)))
 
@@ -53,31 +60,44 @@ def loss_of_batch(w, x):
 # fmt: off
 MISTAKES = {
     "params before state": (lambda: gcx.apply_gradients(gcx.skip_nonfinite(sgd), PARAMS, PARAMS, gcx.skip_nonfinite(sgd).init(PARAMS)), "`(state|params)`.*state, params"),
+    "params before the state of Optax": (lambda: gcx.apply_gradients(sgd, PARAMS, PARAMS, sgd.init(PARAMS)), "^apply_gradients: `state`.*state, params"),
     "limit by position": (lambda: gcx.skip_nonfinite(sgd, 5), "max_consecutive_skips="),
     "norm by position": (lambda: gcx.skip_spikes(sgd, 10.0), "norm="),
     "every_k_schedule": (lambda: accumulate(sgd, every_k_schedule=2), "`every`|every="),
     "norm_type": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm_type=2), "`ord`|ord="),
     "clipnorm": (lambda: gcx.clip_by_global_norm(clipnorm=1.0), "max_norm"),
     "state without loss": (lambda: step(gcx.skip_spikes(sgd, norm=1.0, loss=1.0), gcx.skip_spikes(sgd, norm=1.0).init(PARAMS), value=1.0), "`state`.*convert_state"),
-    "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "`state`.*list"),
-    "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "`state`.*list"),
-    "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), "`state`.*vmap"),
-    "watch(of=None)": (lambda: gcx.watch(sgd, of=None), "`of`"),
-    "arity of should_skip": (skip_rule(skip=lambda g, s: (False, ())), "`predicate`.*should_skip"),
-    "result of should_skip": (skip_rule(skip=lambda g, s, p: False), "`predicate`.*should_skip"),
-    "arity of advance": (skip_rule(advance=lambda s: s), "`predicate`.*advance"),
+    "list in a guard": (lambda: restored(gcx.skip_nonfinite(CHAIN)), "^skip_nonfinite: `state`.*list"),
+    "list in an accumulation": (lambda: restored(accumulate(CHAIN, 2)), "^accumulate_gradients: `state`.*list"),
+    "stats of a vmapped state": (lambda: gcx.diagnostics.accumulation_stats(jax.vmap(accumulate(sgd, 2).init)({"w": jnp.ones((3, 2))})), r"`state`.*vmap.*x\[i\]"),
+    "max norm of a report": (lambda: gcx.diagnostics.suggest_max_norm(read()), "`norms`.*monitor.rows"),
+    "max norm of a monitor": (lambda: gcx.diagnostics.suggest_max_norm(gcx.Monitor(PARAMS)), "`norms`.*monitor.rows"),
+    "plot of a report": (lambda: gcx.diagnostics.plot_log(read()), r"`log`.*plot_log\(monitor\)"),
+    "plot of rows": (lambda: gcx.diagnostics.plot_log(read().rows), r"`log`.*plot_log\(monitor\)"),
+    "read in jit": (lambda: jax.jit(read)(), "Monitor.read: `state`.*outside `jit`.*Return"),
+    "incidents in jit": (lambda: jax.jit(lambda: gcx.incidents(WATCHED.init(PARAMS), PARAMS))(), "incidents: `state`.*outside `jit`.*Return"),
+    "raise_if_failed in jit": (lambda: jax.jit(gcx.raise_if_failed)(gcx.skip_nonfinite(sgd).init(PARAMS)), "`state`.*outside `jit`.*guard_failed"),
+    "verify_step in jit": (lambda: jax.jit(lambda x: gcx.diagnostics.verify_step(jnp.sin, x))(1.0), r"`args`.*outside `jit`.*verify_step\("),
+    "max norm in jit": (lambda: jax.jit(gcx.diagnostics.suggest_max_norm)(jnp.ones(4)), "`norms`.*outside `jit`.*monitor.rows"),
+    "watch(of=None)": (lambda: gcx.watch(sgd, of=None), r"`of`.*of=\("),
+    "arity of should_skip": (skip_rule(skip=lambda g, s: (False, ())), r"`predicate`.*\(grads, state, params, \*\*extra_args\)"),
+    "result of should_skip": (skip_rule(skip=lambda g, s, p: False), "`predicate`.*should_skip.*Return"),
+    "shape of should_skip": (skip_rule(skip=lambda g, s, p: (jnp.zeros(3, bool), ())), "`predicate`.*jnp.any"),
+    "arity of advance": (skip_rule(advance=lambda s: s), r"`predicate`.*\(state, observed, skipped\)"),
+    "shape of advance": (skip_rule(init=lambda p: jnp.zeros(()), advance=lambda s, o, k: jnp.ones(3)), "`predicate`.*init"),
     "arity of init": (skip_rule(init=lambda: ()), "`predicate`.*init"),
     "arity of a predicate": (lambda: step(gcx.skip_if(sgd, lambda grads: True)), "`predicate`.*grads, params"),
     "arity of a reaction": (clipped_by(reaction=lambda norm: 1.0), "`reaction`.*norm, threshold"),
-    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`"),
-    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`"),
+    "tuple of a reaction": (clipped_by(reaction=lambda norm, threshold: (2.0, 1.0)), "`reaction`.*Return"),
+    "vector of a reaction": (clipped_by(reaction=lambda norm, threshold: jnp.ones(3), granularity="leaf"), "`reaction`.*Return"),
     "factor above 1": (clipped_by(reaction=lambda norm, threshold: 16.7), "`reaction`"),
     "factor below 0": (clipped_by(reaction=lambda norm, threshold: -1.0), "`reaction`"),
     "factor of an example": (lambda: gcx.per_example.value_and_grad(jnp.dot, 1.0, reaction=lambda norm, threshold: 16.7)(jnp.ones(2), jnp.ones((3, 2))), "`reaction`"),
     "axis uncalled": (clipped_by(granularity=gcx.granularities.axis), r"`granularity`.*axis\("),
     "layer uncalled": (clipped_by(granularity=gcx.granularities.layer), r"`granularity`.*layer\("),
-    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), "`max_norm`.*update"),
-    "arity of Rule.init": (clipped_to(init=lambda: ()), "`max_norm`.*init"),
+    "arity of Rule.update": (clipped_to(update=lambda norm, state: (norm, state)), r"`max_norm`.*update.*\(norm, state, param_norm\)"),
+    "arity of Rule.init": (clipped_to(init=lambda: ()), r"`max_norm`.*init.*\(zeros\)"),
+    "rule of a guard": (lambda: step(gcx.skip_spikes(sgd, norm=rules.Rule(None, lambda n, s, p: n))), "`norm`.*Rule.update"),
     "vector of a rule": (clipped_to(update=lambda n, s, p: (jnp.ones(5), s)), "`max_norm`.*[Rr]ule"),
     "string of a rule": (clipped_to(update=lambda n, s, p: ("1", s)), "`max_norm`.*[Rr]ule"),
     "state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, (s, s))), "`max_norm`.*[Rr]ule"),
@@ -87,7 +107,7 @@ MISTAKES = {
     "vector of norms": (lambda: gcx.clip_grad_norm(jnp.ones((2, 3)), 1.0, norm=np.array([1.0, 10.0, 100.0])), "`norm`"),
     "loss of a whole batch": (lambda: gcx.per_example.value_and_grad(loss_of_batch, 1.0)(jnp.ones((2, 1)), jnp.ones((3, 2))), r"x\[None\]"),
     "value of shape (1,)": (lambda: step(accumulate(sgd, 2), value=jnp.ones(1)), "`value`"),
-    "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "nonfinite_leaves: .*jit"),
+    "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "`tree`.*outside `jit`.*Return"),
     "pairwise aux": (lambda: microbatched(lambda p, x: (p * x.sum(), x[:, None] * x), 2, has_aux=True)(1.0, jnp.ones(4)), "`aux_reduction`"),
     "probes from a string": (lambda: gcx.taps.make_probes("hidden"), "`names`"),
     "weight of flush": (lambda: gcx.flush(accumulate(sgd, 2), accumulate(sgd, 2).init(PARAMS), PARAMS, weight=1.0), "`weight`"),
@@ -131,22 +151,17 @@ def test_the_name_of_an_axis_that_is_not_mapped_is_named_with_its_argument(name)
         AXES[name]("nope")
 
 
-READERS = {
-    "metrics": gcx.metrics,
-    "has_updated": gcx.has_updated,
-    "last_row": gcx.last_row,
-    "update": lambda state: step(gcx.watch(gcx.skip_nonfinite(sgd)), state),
-    "reset": lambda state: gcx.reset_accumulation(state),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_donated_state_is_named_as_such(name):
-    tx = gcx.watch(gcx.skip_nonfinite(accumulate(sgd, 2) if name == "reset" else sgd))
+def donated(tx):
     state = tx.init(PARAMS)
     jax.tree.map(lambda x: x.delete(), state)
-    with pytest.raises((RuntimeError, TypeError, ValueError), match="donated"):
-        READERS[name](state)
+    return state
+
+
+@pytest.mark.parametrize("name", ["zclip", "autoclip", "round_stochastically", "stable_adamw"])
+def test_a_donated_state_of_other_transformations_is_named_as_such(name):
+    tx = gcx.stable_adamw(1.0) if name == "stable_adamw" else getattr(gcx, name)()
+    with pytest.raises(ValueError, match="donated"):
+        step(tx, donated(tx))
 
 
 def test_labels_in_a_dict_for_params_in_a_frozen_dict_say_what_to_do():
@@ -230,20 +245,56 @@ def test_convert_state_initializes_a_rule_of_another_kind_with_the_same_shapes(n
     assert found[key] == fresh[key]
 
 
-SCALED_CLIPS = {
-    "nested": optax.chain(optax.chain(clip), scaled),
-    "named": optax.named_chain(("clip", clip), ("scale", scaled)),
-    "masked": optax.chain(optax.masked(clip, {"w": True, "b": False}), scaled),
-    "inject": optax.chain(optax.inject_hyperparams(gcx.clip_by_global_norm)(1.0), scaled),
-    "watch": optax.chain(gcx.watch(clip), scaled),
-    "value": optax.chain(gcx.clip_by_value(1.0), scaled),
+CLIPS = {
+    "nested": optax.chain(optax.chain(clip)),
+    "named": optax.named_chain(("clip", clip)),
+    "masked": optax.masked(clip, {"w": True, "b": False}),
+    "inject": optax.inject_hyperparams(gcx.clip_by_global_norm)(1.0),
+    "watch": gcx.watch(clip),
+    "value": gcx.clip_by_value(1.0),
+}
+SCALED_CLIPS = {name: optax.chain(tx, scaled) for name, tx in CLIPS.items()} | {
+    "in one named chain": optax.named_chain(("clip", clip), ("scale", scaled)),
+    "in an accumulation": accumulate(optax.chain(clip, scaled), 2),
+    "in a watch": gcx.watch(optax.chain(clip, scaled)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:A clip receives")  # `watch` reads the metrics
 @pytest.mark.parametrize("name", SCALED_CLIPS)
-def test_scale_loss_finds_a_clip_of_scaled_gradients_in_any_chain(name):
+def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
+    """Its threshold would be that of the scaled gradient, 65,536 times too small."""
+    tx = SCALED_CLIPS[name]
+    state = tx.init(PARAMS)
     with pytest.raises(TypeError, match="clip"):
-        gcx.scale_loss(SCALED_CLIPS[name].init(PARAMS), jnp.float32(1.0))
+        gcx.scale_loss(state, jnp.float32(1.0))
+    with pytest.raises(TypeError, match="clip"):
+        gcx.apply_gradients(tx, PARAMS, state, PARAMS)
+    # `update` of a chain does not see the clip; a program that scales the loss reads the metric.
+    with pytest.warns(UserWarning, match="clip"):
+        gcx.metrics(step(tx)[1])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "tx",
+    [gcx.dynamic_loss_scale(optax.chain(clip, sgd)), optax.chain(scaled, clip)],
+    ids=["inside", "after"],
+)
+def test_a_clip_of_unscaled_gradients_is_allowed(tx):
+    state = tx.init(PARAMS)
+    gcx.scale_loss(state, jnp.float32(1.0))
+    gcx.metrics(gcx.apply_gradients(tx, PARAMS, state, PARAMS)[1])
+
+
+WRAPPERS = {"accumulate": lambda tx: accumulate(tx, 2), "guard": gcx.skip_nonfinite}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_around_only_clips_warns_that_the_optimizer_runs_outside(wrapper, name):
+    with pytest.warns(UserWarning, match="outside"):
+        step(optax.chain(WRAPPERS[wrapper](CLIPS[name]), optax.adamw(1e-3)))
 
 
 def test_verify_step_reports_keys_that_change():

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import compat
 import gradclip_jax as gcx
 from compat import needs_eight_devices, strict, x64
 from guard_cases import INT_MAX, sharded
@@ -75,14 +76,15 @@ def test_a_wrapper_does_not_change_bits_of_bfloat16_parameters(name):
 
 
 @pytest.mark.parametrize("name", [x for x in AROUND if x != "scale"])  # it divides gradients
-def test_a_wrapper_of_an_accumulation_needs_a_fifth_of_the_parameters_of_scratch(name):
+def test_a_wrapper_of_an_accumulation_needs_no_scratch_except_for_measurements_on_a_cpu(name):
     params = {f"w{i}": jnp.ones((256, 256)) for i in range(16)}
     tx = AROUND[name](accumulate(OPTIMIZER, 3))
     step = jax.jit(lambda p, s, g: gcx.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     analysis = step.lower(params, tx.init(params), params).compile().memory_analysis()
-    # On CPU, XLA materializes the mask of the non-finite elements that `watch` counts, in float32.
-    # Compiled for an H100 (JAX 0.10.2), `watch` needs no scratch of that size.
-    limit = 1.1 if name.startswith("watch") else 0.2
+    # XLA on CPU fuses no sum with its terms: it materializes the mask of non-finite elements, and
+    # copies parameters that are measured and then updated. tests/integration/compiled/test_steps.py
+    # tests the limit of 0.2 for an H100 and a TPU.
+    limit = 1.005 if name.startswith("watch") else 0.005
     assert analysis.temp_size_in_bytes < limit * 16 * 256 * 256 * 4
 
 
@@ -128,6 +130,20 @@ def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_ke
         fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 2), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+def test_a_raw_key_is_not_taken_for_a_batch_of_its_length(make, impl):
+    key = jax.random.PRNGKey(0, impl=impl)
+    fun = make(lambda w, x, state: jnp.mean(w * x))
+    fun(1.0, jnp.ones(len(key)), {"key": key})
+    fun(1.0, jnp.ones(len(key)), state=key)
+
+
 @pytest.mark.parametrize("name", ["nonfinite", "spikes", "skip_if", "scale", "watch"])
 def test_trainable_names_the_leaves_that_are_not_frozen(name):
     make = AROUND[name]
@@ -154,30 +170,44 @@ def test_a_guard_around_a_chain_with_an_accumulation_raises_in_init(name):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda c: accumulate(c, 2), nonfinite, spikes], ids=["accumulate", "guard", "spikes"]
-)
-def test_a_wrapper_of_only_a_clip_warns_that_the_optimizer_runs_outside(wrap):
-    tx = optax.chain(wrap(clip), optax.adamw(1e-3))
-    with pytest.warns(UserWarning, match="outside"):
-        tx.update(ONES, tx.init(PARAMS), PARAMS)
+@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+@pytest.mark.parametrize("last", [0.0, -3.0])
+def test_a_schedule_that_takes_a_threshold_to_0_or_below_is_an_incident(clip, last):
+    tx = watch(optax.chain(clip(lambda step: jnp.maximum(2.0 - step, last)), sgd))
+    params, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)
+    (incident,) = gcx.Monitor(PARAMS).read(state).incidents
+    assert incident.kinds == ("clip",) and "16 gradients by 0" in str(incident)
 
 
-def test_a_schedule_that_takes_a_threshold_to_0_is_an_incident():
-    tx = watch(optax.chain(gcx.clip_by_global_norm(lambda step: 2.0 - step), sgd))
-    _, state = run(tx, [(ONES, {"value": jnp.float32(1.0)})] * 20, jit=True)
-    assert [x.kinds for x in gcx.Monitor(PARAMS).read(state).incidents] == [("clip",)]
+def window_over_devices(w, x):
+    """The program of docs/sharding.md: a window on each device, and one mean over devices."""
+    mean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    tx, varying = accumulate(optax.chain(mean, sgd), 2), compat.vary(w, "data")
+    state = tx.init(w)
+    sums = state.accumulation.gradient
+    sums = sums._replace(total=compat.vary(sums.total, "data"))
+    state = state._replace(accumulation=state.accumulation._replace(gradient=sums))
+    for part in jnp.split(x, 2):
+        grads = jax.grad(lambda w, x: jnp.mean(x @ w))(varying, part)
+        updates, state = tx.update(grads, state, w)
+    return updates
+
+
+REDUCED = {
+    "microbatched": microbatched(lambda w, x: jnp.mean(x @ w), 2),
+    "per_example": gcx.per_example.value_and_grad(lambda w, x: x @ w, jnp.inf),
+    "accumulate": lambda w, x: (0.0, window_over_devices(w, x)),
+}
 
 
 @needs_eight_devices
-def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32():
-    # Each gradient is a row of the batch, which bfloat16 represents.
-    batch = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
-    spread = sharded((P(), P("data")), P())
-    grad = spread(lambda w, x: microbatched(lambda w, x: jnp.mean(x @ w), 8)(w, x)[1])
-    found = grad(jnp.ones(128, jnp.bfloat16), batch.astype(jnp.bfloat16))
-    exact = batch.astype(jnp.bfloat16).astype(np.float64).sum(0) / 8  # a mean on each device
-    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=1.001 * 2.0**-8, atol=1e-6)
+@pytest.mark.parametrize("name", REDUCED)
+def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32(name):
+    """XLA on CPU would add them in float32 anyway, so that the result does not show the type."""
+    fun = sharded((P(), P("data")), P())(lambda w, x: REDUCED[name](w, x)[1])
+    text = fun.lower(jnp.ones(128, jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)).as_text()
+    types = re.findall(r"all_reduce.*?\}\).*? : \(tensor<(.*?)>\) ->", text, re.S)
+    assert "128xf32" in types and not any("bf16" in x for x in types)
 
 
 @pytest.mark.parametrize("has_weight", [False, True])
@@ -229,6 +259,7 @@ def test_arguments_of_other_optimizers_are_passed_on_without_a_warning(name):
     assert name in received[-1]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_window_longer_than_int32_never_closes(length, compiled):
@@ -239,18 +270,28 @@ def test_a_window_longer_than_int32_never_closes(length, compiled):
         assert not gcx.has_updated(state)
 
 
-@pytest.mark.parametrize("count", [10**4, 10**6])
-def test_a_constant_is_accumulated_accurately_or_the_limit_is_documented(count):
-    tx = accumulate(sgd, count)
-    params = jnp.zeros(1)
+@pytest.mark.parametrize("count, bound", [(10**4, "1.5e-4"), (10**6, "1.5e-2")])
+def test_constants_are_accumulated_with_the_documented_error(count, bound):
+    """The error depends on the mantissa; it is the largest near 1.635 and near 1 + 1/32."""
+    near = jnp.linspace(-1e-3, 1e-3, 16)
+    terms = jnp.concatenate(
+        [jnp.array([0.1]), jnp.linspace(1, 2, 48), 1.635 + near, 1.03125 + near]
+    )
+    tx, params = accumulate(sgd, count), jnp.zeros_like(terms)
 
     def step(state, _):
-        updates, state = tx.update(jnp.full(1, 0.1), state, params)
-        return state, updates[0]
+        _, state = tx.update(terms, state, params)
+        return state, None
 
-    last = jax.jit(lambda: jax.lax.scan(step, tx.init(params), length=count)[1][-1])()
-    has_limit = re.search(r"1e6|10\^6|1,000,000|million", accumulate.__doc__)
-    assert abs(float(last) + 0.1) < 1e-7 or has_limit
+    def run():
+        state, _ = jax.lax.scan(step, tx.init(params), length=count - 1)
+        return tx.update(terms, state, params)[0]
+
+    error = np.max(np.abs(np.float64(jax.jit(run)()) / -np.float64(terms) - 1))
+    assert 0.9 * float(bound) < error <= float(bound)
+    assert f"{bound} for n = {count:.0e}".replace("e+0", "e") in " ".join(
+        accumulate.__doc__.split()
+    )
 
 
 WITHIN = {
@@ -370,7 +411,7 @@ def test_each_micro_batch_receives_its_keys_of_a_tree():
     assert grad({"a": key}) == grad(key)
 
 
-NESTED = {**AROUND, "accumulate": lambda tx: accumulate(tx, 2)}
+NESTED = {**AROUND, "step": GUARDS["step"], "accumulate": lambda tx: accumulate(tx, 2)}
 
 
 @pytest.mark.parametrize("inner", NESTED)
@@ -383,7 +424,7 @@ def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(oute
         assert "accumulat" in str(error) or "loss_scale" in str(error)
         return
     # Without a guard, NaN would reach the parameters.
-    bad = np.nan if {outer, inner} & {"nonfinite", "spikes", "scale"} else 2
+    bad = np.nan if {outer, inner} & {"nonfinite", "step", "spikes", "scale"} else 2
     calls = [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in (1, bad, 3, 4, 5)]
     found, expected = (run(tx, calls, fast=fast, jit=True) for fast in (True, False))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -280,3 +280,8 @@ def test_a_monitor_without_the_taps_raises(case):
     state = gcx.watch(optax.sgd(1.0), taps=probes).init(params)
     with pytest.raises(ValueError, match="taps"):
         gcx.Monitor(params).read(state)
+
+
+def test_watch_contains_no_arrays_which_an_nnx_optimizer_would_reject():
+    tx = gcx.watch(optax.sgd(0.1), taps=taps.make_probes(NAMES[:1]))
+    assert not [x for x in jax.tree.leaves(tx) if isinstance(x, (jax.Array, np.ndarray))]

@@ -104,13 +104,19 @@ class Split(NamedTuple):
         used = {*self.batch_argnums, *self.rng_argnums, *self.argnums}
         others = {f"args[{i}]": x for i, x in enumerate(args) if i not in used}
         for name, tree in {**others, **kwargs}.items():
-            if any(np.shape(x)[:1] == (self.num_examples,) for x in jax.tree.leaves(tree)):
+            leaves = [x for x in jax.tree.leaves(tree) if not _is_raw_key(x)]
+            if any(np.shape(x)[:1] == (self.num_examples,) for x in leaves):
                 message = (
                     f"{name} has as many rows as the batch, {self.num_examples}, but every "
                     "micro-batch or example receives all of them. If it belongs to the batch, pass "
                     "it by position and add its position to `batch_argnums`."
                 )
                 warnings.warn(message, stacklevel=2)
+
+
+def _is_raw_key(x: Any) -> bool:
+    """Return whether an array may be the result of `jax.random.PRNGKey`."""
+    return dtype_of(x) == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
 def bind_split(

@@ -12,6 +12,7 @@ import optax
 from .._checks import (
     check_arrays,
     check_no_transformation,
+    check_one_run,
     check_transformation,
     describe,
     is_array_like,
@@ -242,11 +243,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     """
     (window,) = plain_arrays(_accumulations(state, only=True))
     counts = window.micro_batch_count, window.gradient_step, window.accumulation_steps
-    if any(map(np.ndim, counts)):
-        hint = "Select run i: `jax.tree.map(lambda x: x[i], state)`."
-        raise type_error(
-            "state", "the state of one run, without an axis of `vmap`", "several", hint
-        )
+    check_one_run(counts)
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     sizes = [x.size for x in jax.tree.leaves(window.gradient.total)]
     return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)

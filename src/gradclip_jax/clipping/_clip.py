@@ -80,7 +80,8 @@ def clip_grad_norm(
         ord: Order of the norm: 1, 2 or inf. None means 2.
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()`
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
+            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
             clips on each device by its own norm.
 
     Returns:

@@ -21,6 +21,7 @@ from .._checks import (
     check_dtype_kept,
     check_flag,
     check_number,
+    check_values,
     describe,
     dtype_of,
     is_factory,
@@ -30,10 +31,11 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
     """A threshold that may depend on earlier norms and on the norms of the parameters.
@@ -215,7 +217,8 @@ def apply_rule(
     state: Tree,
     param_norm: Array | None = None,
     is_finite: Scalar | bool = True,
-    argument: str = "threshold",
+    *,
+    argument: str,
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
@@ -286,6 +289,7 @@ def apply_rules(
 
     There is one rule for all norm groups, or one rule for each group.
     """
+    check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
     if len(rules) != 1:  # one for each group
         old_states = states or ((),) * len(rules)

@@ -68,8 +68,10 @@ def clip_by_norm(
             factor outside this range raises, and a traced one is clamped to it.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
-            on each device by its own norm, and the state then varies over devices.
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
+            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
+            clips on each device by its own norm, and the state then varies over devices; if it is
+            returned from `shard_map`, use `clip_grad_norm`, which has no state.
 
     Returns:
         A gradient transformation with a `ClipState`. `update(grads, None)` works unless the
@@ -138,8 +140,10 @@ def clip_by_global_norm(
             `gcx.thresholds`.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). `()` clips
-            on each device by its own norm, and the state then varies over devices.
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
+            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
+            clips on each device by its own norm, and the state then varies over devices; if it is
+            returned from `shard_map`, use `clip_grad_norm`, which has no state.
 
     Returns:
         A gradient transformation with a `ClipState`. `update(grads, None)` works unless `max_norm`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import jax
@@ -11,13 +10,12 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_array, check_count, check_number, is_float0
+from .._checks import check_array, check_count, check_no_transformation, check_number, is_float0
 from .._errors import public, type_error
-from .._states import find_states, has_clip, increment_where, plain_arrays
+from .._states import check_clip_order, find_states, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
-from ..wrappers._state import WrapperState
 from ..wrappers._update import wrap
 from ._skip_nonfinite import Check, finite_guard, is_nonfinite
 
@@ -80,46 +78,19 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         >>> float(loss), float(grads), float(updates)
         (9.0, 6144.0, -6.0)
     """
+    check_no_transformation(state)
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
         rule = "a state with exactly one loss scale"
         hint = "Wrap the whole optimizer in a single `dynamic_loss_scale`."
         raise type_error("state", rule, f"a state with {len(scales)}", hint)
-    _check_no_clip_before(state)
+    check_clip_order(state)
     check_array("loss", loss)
     value = jnp.asarray(loss)
     value = value.astype(wide_dtype(value.dtype))
     scale = jnp.asarray(plain_arrays(scales[0][1].loss_scale), value.dtype)
     constant = lax.stop_gradient(value)
     return constant + scale * (value - constant)
-
-
-def _check_no_clip_before(state: Tree) -> None:
-    """Raise if a chain clips gradients before the loss scale divides them."""
-    if _has_clip_before(state):
-        rule = "a state without a clip before the loss scale in the same chain"
-        hint = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
-        raise type_error("state", rule, "one with a clip that receives scaled gradients", hint)
-
-
-def _has_clip_before(state: Tree) -> bool:
-    """Return whether a clip is before the loss scale in the state of a chain.
-
-    The state of `optax.named_chain` is a dictionary, which does not keep the order.
-    """
-    if isinstance(state, WrapperState) or not find_states(state, LossScaleState):
-        return False
-    is_chain = type(state) is tuple or isinstance(state, Mapping)
-    children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
-    if not is_chain:  # the groups of `optax.partition` are not a chain
-        groups = [[*x.values()] if isinstance(x, Mapping) else [x] for x in children]
-        return any(_has_clip_before(x) for group in groups for x in group)
-    for child in children:
-        if find_states(child, LossScaleState) and not isinstance(state, Mapping):
-            return _has_clip_before(child)
-        if not find_states(child, LossScaleState) and has_clip(child):
-            return True
-    return any(map(_has_clip_before, children))
 
 
 @public
@@ -146,6 +117,8 @@ def dynamic_loss_scale(
     | non-finite update or next state | applied by default; the same with `check="step"` |
     | non-finite at a scale of 1 | skipped; `guard_failed` is 1 from then on |
     | `scale_loss` was not called | applied; `grad_norm` is the norm divided by the scale |
+    | a clip before this transformation in a chain | clips scaled gradients: `scale_loss` and |
+    | | `apply_gradients` raise, and `metrics` warns; `update` cannot detect it |
 
     This transformation must be the outermost guard, so that clips and other guards receive unscaled
     gradients. Wrapping `dynamic_loss_scale` in another guard raises an error, because skipped steps

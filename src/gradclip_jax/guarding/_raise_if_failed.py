@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_no_transformation, leaf_path, listed
+from .._checks import check_no_transformation, check_not_traced, leaf_path, listed
 from .._errors import public
 from .._states import find_states, metrics, plain_arrays
 from .._types import Tree
@@ -41,6 +41,7 @@ def raise_if_failed(state: Tree) -> None:
         state: Optimizer state, or a pytree that contains optimizer states.
 
     Raises:
+        TypeError: If called inside jit.
         RuntimeError: If `guard_failed` is set. The message contains the guards, their numbers of
             skipped steps, and the paths of non-finite leaves in the state.
 
@@ -55,6 +56,8 @@ def raise_if_failed(state: Tree) -> None:
         RuntimeError: raise_if_failed: 1 consecutive skips (skip_nonfinite: 1 nonfinite). ...
     """
     check_no_transformation(state)
+    hint = "Return the state from `jit`; inside `jit`, use `metrics(state)['guard_failed']`."
+    check_not_traced("state", state, hint)
     found = jax.device_get(metrics(state))
     if not np.any(found.get("guard_failed", 0)):
         return

@@ -22,13 +22,14 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._run_if import like_dtypes
-from .._types import AxisName, Count, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree, as_pytree
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
 from ..wrappers._guard import ExtraArgs, Guard, Rejections
 from ..wrappers._update import wrap
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True)
 class SkipRule:
     """A condition for skipping a step that depends on earlier steps, for `skip_if`.
@@ -149,7 +150,7 @@ def skip_if(
     def init(params: Tree) -> Tree:
         return call_user("predicate", "init", rule.init, params)
 
-    guard = Guard("skip_if", ("other",), check, init=init, advance=advance)
+    guard = Guard("skip_if", ("other",), check, check_window=check, init=init, advance=advance)
     options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
     return wrap(guard._replace(axis_name=axis_name, **options), inner)
 

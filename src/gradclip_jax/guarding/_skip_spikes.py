@@ -124,7 +124,7 @@ def skip_spikes(
         states: dict[str, Tree] = {}
         for key, rule in rules.items():
             given = rule, values[key], state.rules[key]
-            threshold, states[key] = apply_rule(*given, is_finite=is_finite)
+            threshold, states[key] = apply_rule(*given, is_finite=is_finite, argument=key)
             rejections[f"large_{key}"] = is_finite & ~(values[key] <= threshold)
             thresholds[key] = threshold.astype(jnp.float32)
         return rejections, SpikeState(thresholds, states)
@@ -135,7 +135,6 @@ def skip_spikes(
         check=check,
         init=init,
         advance=lambda state, observed, skipped: observed,
-        checks_window=False,
         trainable=trainable,
         axis_name=axis_name,
         max_consecutive_skips=max_consecutive_skips,

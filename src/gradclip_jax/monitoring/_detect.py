@@ -243,9 +243,10 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
     if x.is_starving:
-        count, factor = STREAKS["starving clip"], row.factors.min()
-        text = f"a clip has multiplied {count} gradients by less than {STARVING}, now by"
-        yield Fault("clip", f"{text} {factor:.2g}")
+        factor, count = row.factors.min(), STREAKS["starving clip"]
+        text = f"{count} gradients by less than {STARVING}, now by {factor:.2g}"
+        text = text if factor else f"{STREAKS['zero']} gradients by 0"
+        yield Fault("clip", f"a clip has multiplied {text}")
     if row.outcome & Outcome.REPLICA_DIFFERS:
         yield Fault("replica", f"the parameters on device {row.device} differ")
     if row.outcome & Outcome.EMPTY_WINDOW:

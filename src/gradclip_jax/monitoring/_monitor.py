@@ -20,7 +20,7 @@ from ..norms._mask import Mask
 from ._detect import Detector, Incident
 from ._lines import to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_lines
-from ._policy import DECISION, Policy, Report, agreed
+from ._policy import DECISION, Policy, Report, agreed, check_same_log
 from ._rows import Line, Names, Outcome, Row, Rows, names_of, read_stack
 from ._summary import summary_of
 from ._watch import find_watch
@@ -47,7 +47,8 @@ class Monitor:
     | the file `log` exists | raises, or with `resume=True` continues the run in this file |
     | the log cannot be written | raises; the next call reads and writes the same rows |
     | the state of other parameters | raises |
-    | several processes | all must build the monitor and call `read`; process 0 writes the log |
+    | several processes | all must call `read`, which waits for the others; process 0 writes the |
+    | | log, and with `resume=True` all must be able to read it |
     | a state that was vmapped over seeds | raises; use one monitor for each seed |
 
     Args:
@@ -118,15 +119,14 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
-        self._has_read = False
+        self._has_read, self._is_resumed = False, resume
         self._remark = ""  # of `read_log`, about the lines that are not rows
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
         self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
         self.incidents = to_incidents(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        report = self._policy.update(self.rows, self._recent, rows.end)
-        # The monitor of `read_log` has no parameters; one process alone may read a log.
-        self.report = agreed(report) if jax.tree.leaves(params) else report
+        # Processes communicate only in `read`, because one alone may build a monitor.
+        self.report = self._policy.update(self.rows, self._recent, rows.end)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -144,7 +144,8 @@ class Monitor:
 
         Raises:
             TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
-            ValueError: If the state belongs to other parameters or to several runs.
+            ValueError: If the state belongs to other parameters or to several runs, or if processes
+                have resumed different logs.
             OSError: If the log cannot be written. The monitor is unchanged, so that the call can be
                 repeated.
         """
@@ -155,6 +156,8 @@ class Monitor:
             raise value_error("which", "the index of a `watch`", self._which, hint) from None
         rows, names = read_stack(row, self.names)
         saved = _checked_steps(saved)
+        if self._is_resumed and not self._has_read:
+            check_same_log(self.report)
         with self._unchanged_on_error():
             if names != self.names:  # the names of clips are in the state
                 self.names, self.rows = names, rows.take(slice(0))

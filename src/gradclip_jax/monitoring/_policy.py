@@ -23,12 +23,14 @@ batches that follow. It then leads to a second rewind before `lower`.
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
 from ._outliers import BLOCK
@@ -365,6 +367,18 @@ def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> Hos
     """Return the number of consecutive true elements up to each one, among those that count."""
     total = np.cumsum(is_true & is_counted)
     return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
+
+
+def check_same_log(report: Report) -> None:
+    """Raise in all processes unless the logs that they have read lead to the same decision."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    checksum = zlib.crc32(json.dumps(report[: len(DECISION)]).encode())
+    if len(np.unique(multihost_utils.process_allgather(np.uint32(checksum)))) > 1:
+        hint = "Use a file system that all processes share."
+        raise value_error("log", "the same file in all processes", "different decisions", hint)
 
 
 def agreed(report: Report) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from .._devices import fusion_barrier, pair_of_sums
 from .._errors import named, public, type_error, value_error
 from .._run_if import like_dtypes
 from .._states import find_states, metrics, plain_arrays
-from .._types import Array, AxisName, Count, Scalar, Tree
+from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
@@ -34,12 +35,12 @@ from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
 from ..wrappers._accumulation import micro_batch_of
-from ..wrappers._execute import apply_updates
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
 from ._rows import MEASURED, TREE, Outcome, Row, names_of
-from ._taps import read_sums
+from ._taps import SHAPE, read_sums, tap_names
 
 
 class WatchState(NamedTuple):
@@ -178,7 +179,8 @@ def watch(
         trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
             one, None for all. The other leaves may have any dtype; their updates do not change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
-            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`).
+            does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
+            after `psum` or `pmean`.
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
             the data axis inside `shard_map` or `pmap`. None disables the check, which measures the
             parameters whatever `of` contains.
@@ -226,9 +228,9 @@ def watch(
         replica_axis=replica_axis,
         with_step=bool(replica_axis) or not {*of} <= {"gradient"},
         check_every=int(check_every),
-        taps=taps,
+        taps=tuple(tap_names("taps", taps)),
     )
-    init = functools.partial(_init, update, int(history))
+    init = jax.tree_util.Partial(_init, update, int(history))
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -287,6 +289,7 @@ class RowValues(NamedTuple):
         return jnp.concatenate([ints, bits])
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatchUpdate(InPlaceUpdate):
     """The `update` function of `watch`.
@@ -299,7 +302,7 @@ class WatchUpdate(InPlaceUpdate):
         replica_axis: Mapped axes along which all devices should have the same parameters.
         with_step: Whether updates and parameters are measured.
         check_every: Number of steps between two checks of the replicas.
-        taps: Probes of the model, or None.
+        taps: Names of the taps of the model.
     """
 
     __name__: ClassVar[str] = "update"
@@ -310,7 +313,7 @@ class WatchUpdate(InPlaceUpdate):
     replica_axis: AxisName
     with_step: bool
     check_every: int
-    taps: Tree | None
+    taps: tuple[str, ...]
 
     @named("watch")
     def __call__(
@@ -406,13 +409,12 @@ class WatchUpdate(InPlaceUpdate):
 
     def _tap_sums(self, extra_args: ExtraArgs) -> Array:
         """Return the sums of the taps, or zeros if no statistics were passed."""
-        names, zeros = read_sums("taps", self.taps)
         if (stats := extra_args.get("taps")) is None:
-            return zeros
+            return jnp.zeros((len(self.taps), *SHAPE), jnp.float32)
         found, sums = read_sums("taps", stats)
-        if found != names:
+        if tuple(found) != self.taps:
             hint = "Pass the probes of the model to `watch`: `watch(optimizer, taps=probes)`."
-            raise value_error("taps", f"statistics of {listed(names)}", listed(found), hint)
+            raise value_error("taps", f"statistics of {listed(self.taps)}", listed(found), hint)
         return sums
 
 
@@ -422,10 +424,9 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     inner_state = update.inner.init(params)
     # Remove weak types, which would cause recompilation after the first step.
     inner_state = like_dtypes(inner_state, inner_state)
-    names = names_of(params, update.granularity, update.trainable, update.taps)
+    names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
     clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
-    _, tap_sums = read_sums("taps", update.taps)
-    size = TREE + 4 * (1 + len(names.units)) + tap_sums.size + len(clips)
+    size = TREE + 4 * (1 + len(names.units)) + math.prod(SHAPE) * len(names.taps) + len(clips)
     values = jnp.zeros((history, size), jnp.int32)
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 

@@ -24,7 +24,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error, value_error
-from .._types import Array, Labels, Path, Tree
+from .._types import Array, Labels, Path, Tree, as_pytree
 from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
 from ._leaves import inexact_shapes, is_inexact
 
@@ -41,6 +41,7 @@ def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable])
     return NormGroups(index, len(labels), tuple(labels))
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True)
 class Granularity:
     """Which elements share a norm.

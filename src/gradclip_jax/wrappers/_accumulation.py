@@ -11,13 +11,21 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._checks import call_user, check_number, check_same_structure, describe, is_float0, is_scalar
+from .._checks import (
+    call_user,
+    check_arrays,
+    check_number,
+    check_same_structure,
+    describe,
+    is_float0,
+    is_scalar,
+)
 from .._errors import type_error
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
 from .._weighted_sum import Reduction, WeightedSum, accumulator_dtype, as_weight
 from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
-from ._guard import ExtraArgs, loss_argument, params_of
+from ._guard import ExtraArgs, as_loss, loss_argument, params_of
 
 MAX_INT32 = np.iinfo(np.int32).max
 
@@ -42,6 +50,11 @@ class AccumulationState(NamedTuple):
     empty_windows: Scalar
     gradient: WeightedSum
     loss: WeightedSum
+
+    @property
+    def has_weight(self) -> Scalar:
+        """Whether the window contains a micro-batch of positive weight."""
+        return self.gradient.weight > 0
 
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for this state."""
@@ -80,6 +93,11 @@ class MicroBatch(NamedTuple):
     def is_given(self) -> Scalar:
         """Whether the call passes a gradient; the function `flush` passes zeros of weight 0."""
         return ~(self.flush & (self.weight == 0))
+
+    @property
+    def is_weighted(self) -> Scalar:
+        """Whether the weight is not 0, or is NaN, which guards reject."""
+        return self.weight != 0
 
 
 def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
@@ -121,10 +139,12 @@ class Accumulation(NamedTuple):
             return jnp.int32(min(int(length), MAX_INT32))
         value = jnp.asarray(length)
         is_long = ~(value < MAX_INT32)  # also for NaN
-        return jnp.where(is_long, MAX_INT32, jnp.maximum(value.astype(jnp.int32), 1))
+        known = jnp.where(is_long, 1, value).astype(jnp.int32)
+        return jnp.where(is_long, MAX_INT32, jnp.maximum(known, 1))
 
     def init(self, params: Tree) -> AccumulationState:
         """Return a state without accumulated micro-batches."""
+        check_arrays("params", params)
         check_placement("params", params)
 
         def empty(param: Array) -> Array:
@@ -152,7 +172,7 @@ class Accumulation(NamedTuple):
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
         # The comparison with `mini_step` keeps XLA from knowing the predicate; see `summand`.
-        is_added = arrived & (batch.weight != 0) & (mini_step > 0)
+        is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
@@ -174,12 +194,9 @@ class Accumulation(NamedTuple):
         name, value = loss_argument(batch.extra_args)
         if value is None:
             return loss
-        if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
-            hint = "Pass the mean loss of the micro-batch, of shape ()."
-            raise type_error(name, "a real scalar", describe(value), hint)
-        value = jnp.asarray(value)
+        value = as_loss(name, value)
         check_equal_on_devices(name, value, varying_axes(loss.total), name)
-        return loss.add(value.astype(jnp.float32), batch.weight, is_added)
+        return loss.add(value, batch.weight, is_added)
 
     def close(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch
@@ -209,7 +226,7 @@ class Accumulation(NamedTuple):
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
         """Return the state after the call, with the counts of windows and steps."""
-        is_empty = closes & ~(state.gradient.weight > 0)
+        is_empty = closes & ~state.has_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),
             empty_windows=increment_where(state.empty_windows, is_empty),

@@ -7,35 +7,46 @@
 4. The next state records the outcome of the call, the counts, and the state of each guard.
 
 Without an accumulation, each call is a step. The inner transformation runs at most once per call.
-
-A guard skips with flags of `Outcome`, which contain the cause; they are 0 if it does not skip.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, dtype_of, is_float0
-from .._errors import named, type_error
-from .._run_if import compute_step, like_dtypes, run_step, select_step
-from .._states import increment_where, is_only_clips
+from .._checks import check_same_structure
+from .._errors import named
+from .._run_if import compute_step, run_step, select_step
+from .._states import increment_where
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
-from ._accumulation import micro_batch_of
-from ._guard import ExtraArgs, Guard, Observe, Rejections, params_of
+from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
+from ._guard import ExtraArgs, GradientCheck, Guard, Observe, params_of
+from ._inner import apply_updates, run_inner, updates_for_caller
 from ._nesting import Wrappers
+from ._skips import SkipFlags, first_skip, flag_where, is_accepted_by_all, skip_flags
 from ._state import GuardState, Outcome, WrapperState, has_flag, outcome_of
 
-SkipFlags: TypeAlias = Array | int
-"""Flags of `Outcome` with which a guard skips; the Python number 0 if it checks nothing."""
+
+class Result(NamedTuple):
+    """The result of one call. Updates and measurements are zeros if no step was taken.
+
+    Attributes:
+        updates: The updates; None if they were added to the parameters.
+        measured: The measurements of `observe`, or None.
+        params: The new parameters; None if updates are returned.
+        state: The next state.
+    """
+
+    updates: Tree
+    measured: Tree
+    params: Tree
+    state: WrapperState
 
 
 class _Call(NamedTuple):
@@ -56,13 +67,25 @@ class _Call(NamedTuple):
     observe: Observe | None
 
 
-class _Check(NamedTuple):
-    """What guards found in a gradient.
+class _Carry(NamedTuple):
+    """What a step updates in place.
 
     Attributes:
-        skips: For each guard, the flags with which it skips; only the first guard that rejects the
-            gradient skips.
-        observed: For each guard, what its check returned for `Guard.advance`.
+        params: Parameters to which the updates are added; None to return the updates.
+        inner_state: State of the inner transformation.
+    """
+
+    params: Tree
+    inner_state: Tree
+
+
+class _Findings(NamedTuple):
+    """What guards found in a gradient, with one entry for each guard.
+
+    Attributes:
+        skips: The flags with which a guard skips; only the first guard that rejects the gradient
+            skips.
+        observed: What its check returned for `Guard.advance`.
         norm: Norm of the gradient that the first guard received; None without guards.
     """
 
@@ -71,19 +94,20 @@ class _Check(NamedTuple):
     norm: Scalar | None
 
 
-class _Step(NamedTuple):
+class _StepResult(NamedTuple):
     """The result of a step. All arrays are zeros if no step was taken.
 
     Attributes:
-        output: The updates, which are omitted if they were added to the parameters, and the
-            measurements.
+        updates: The updates; None if they were added to the parameters.
+        measured: The measurements of `observe`, or None.
         skips: For each guard, the flags with which it skips the step.
-        check: What the guards inside the accumulation found in the gradient.
+        findings: What the guards inside the accumulation found in the gradient.
     """
 
-    output: tuple[Tree, Tree]
+    updates: Tree
+    measured: Tree
     skips: list[Array]
-    check: _Check
+    findings: _Findings
 
 
 class _GuardCall(NamedTuple):
@@ -105,13 +129,11 @@ def execute(
     grads: Tree,
     state: WrapperState,
     params: Tree,
-    target: Tree,
     extra_args: ExtraArgs,
+    in_place: bool = False,
     observe: Observe | None = None,
-) -> tuple[tuple[Tree, Tree], Tree, WrapperState]:
-    """Execute one call; return updates and measurements, the new `target`, and the next state.
-
-    `target` are the parameters to which the updates are added, or None to return the updates.
+) -> Result:
+    """Execute one call; with `in_place`, add the updates to the parameters.
 
     | call | counted by | window | inner state |
     | --- | --- | --- | --- |
@@ -135,179 +157,192 @@ def execute(
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
-    call, carry = _Call(wrappers, grads, state, params, observe), (target, state.inner_state)
+    call = _Call(wrappers, grads, state, params, observe)
+    carry = _Carry(params if in_place else None, state.inner_state)
     if wrappers.accumulation is not None:
         return _accumulate(call, carry, extra_args)
-    step, (target, inner_state) = _step(call, grads, carry, extra_args)
-    has_run = jnp.asarray(_is_accepted(step.skips))
-    guards = [_GuardCall(*x, has_run) for x in zip(step.skips, step.check.observed, strict=True)]
-    return step.output, target, _next_state(call, guards, has_run, step.check.norm, inner_state)
+    step, carry = _take_step(call, grads, carry, extra_args)
+    has_run = jnp.asarray(is_accepted_by_all(step.skips))
+    guard_calls = [
+        _GuardCall(skip, observed, has_run)
+        for skip, observed in zip(step.skips, step.findings.observed, strict=True)
+    ]
+    state = _next_state(call, guard_calls, has_run, step.findings.norm, carry.inner_state)
+    return Result(step.updates, step.measured, carry.params, state)
 
 
-def _accumulate(
-    call: _Call, carry: tuple[Tree, Tree], extra_args: ExtraArgs
-) -> tuple[tuple[Tree, Tree], Tree, WrapperState]:
+def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     """Add a micro-batch to the window, and take a step with its gradient if the window closes."""
     wrappers, state, accumulation = call.wrappers, call.state, call.wrappers.accumulation
     assert accumulation is not None
     with named(accumulation.name):
         batch = micro_batch_of(extra_args)
-    given = batch.extra_args | {"weight": batch.weight}
-    received = wrappers.outer, state.outer, call.grads, call.params, given
-    grads, check = _receive(*received, is_micro_batch=True)
-    is_weighted = batch.weight != 0  # also for NaN, which guards reject
-    skips = [jnp.where(is_weighted, skip, 0) for skip in check.skips]
-    is_accepted = jnp.asarray(_is_accepted(skips))
-
+    grads, found = _check_micro_batch(call, batch)
+    is_accepted = jnp.asarray(is_accepted_by_all(found.skips))
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
-    has_weight = window.gradient.weight > 0
 
     # Arrays are passed, because those that `step` closes over would lose their sharding.
-    def step(carry: Tree, window: Tree, grads: Tree, params: Tree) -> tuple[_Step, Tree]:
-        total, carry = carry
+    def step(
+        carry: tuple[Tree, _Carry], window: AccumulationState, grads: Tree, params: Tree
+    ) -> tuple[_StepResult, tuple[Tree, _Carry]]:
+        total, updated = carry
         mean, others, total = accumulation.close(window.with_total(total), grads, batch)
-        result, carry = _step(call._replace(params=params), mean, carry, others)
-        return result, (total, carry)
+        result, updated = _take_step(call._replace(params=params), mean, updated, others)
+        return result, (total, updated)
 
-    takes_step = closes & has_weight
-    if not (accumulation.has_sum(window) or wrappers.outer or batch.has_weight):
-        takes_step = True  # known at trace time: each micro-batch is a window
-    given = (window.gradient.total, carry), window, grads, call.params
-    result, (total, carry) = run_step(takes_step, step, *given)
+    takes_step = closes & window.has_weight
+    each_is_a_window = not (accumulation.has_sum(window) or wrappers.outer or batch.has_weight)
+    result, (total, carry) = run_step(
+        True if each_is_a_window else takes_step,  # known at trace time: without a branch
+        step,
+        (window.gradient.total, carry),
+        window,
+        grads,
+        call.params,
+    )
 
-    has_run = closes & has_weight & _is_accepted(result.skips)
+    has_run = takes_step & is_accepted_by_all(result.skips)
     is_accumulated = is_accepted & batch.is_given & ~closes
-    flags = _flag(Outcome.ACCUMULATED, is_accumulated)
-    flags |= _flag(Outcome.EMPTY_WINDOW, closes & ~has_weight)
-    # A guard around the accumulation checks the micro-batch and, after a skip, a flushed window.
-    is_used = is_accepted & is_weighted & (is_accumulated | has_run)
-    num_outer = len(wrappers.outer)
-    outer = zip(skips, result.skips[:num_outer], check.observed, strict=True)
-    guards = [_GuardCall(first | later, observed, is_used) for first, later, observed in outer]
-    inner = zip(result.skips[num_outer:], result.check.observed, strict=True)
-    guards += [_GuardCall(skip, observed, has_run) for skip, observed in inner]
-
-    norm = check.norm if wrappers.outer else result.check.norm
-    if norm is not None and state.grad_norm is not None:
-        is_measured = is_weighted if wrappers.outer else closes & has_weight
-        norm = jnp.where(is_measured, norm, state.grad_norm)
-    after = _next_state(call, guards, has_run, norm, carry[1], flags)
+    flags = flag_where(Outcome.ACCUMULATED, is_accumulated)
+    flags |= flag_where(Outcome.EMPTY_WINDOW, closes & ~window.has_weight)
+    is_used = is_accepted & batch.is_weighted & (is_accumulated | has_run)
+    guard_calls = _guard_calls(found, is_used, result, has_run)
+    norm = _last_norm(call, found, batch.is_weighted, result.findings, takes_step)
+    after = _next_state(call, guard_calls, has_run, norm, carry.inner_state, flags)
     window = accumulation.finish(window.with_total(total), closes, has_run)
-    return result.output, carry[0], after._replace(accumulation=window)
+    after = after._replace(accumulation=window)
+    return Result(result.updates, result.measured, carry.params, after)
+
+
+def _check_micro_batch(call: _Call, batch: MicroBatch) -> tuple[Tree, _Findings]:
+    """Pass a micro-batch through the guards around the accumulation, unless its weight is 0."""
+    guards = call.wrappers.outer
+    checks = [guard.check_micro_batch or guard.check for guard in guards]
+    extra_args = batch.extra_args | {"weight": batch.weight}
+    grads, found = _receive(guards, checks, call.state.outer, call.grads, call.params, extra_args)
+    skips = [jnp.where(batch.is_weighted, skip, 0) for skip in found.skips]
+    return grads, found._replace(skips=skips)
+
+
+def _guard_calls(
+    micro_batch: _Findings, is_used: Scalar, step: _StepResult, has_run: Scalar
+) -> list[_GuardCall]:
+    """Return what each guard did in a call of an accumulation.
+
+    A guard around the accumulation checks the micro-batch and, after a skip, a flushed window.
+    """
+    num_outer = len(micro_batch.skips)
+    skips = [x | y for x, y in zip(micro_batch.skips, step.skips[:num_outer], strict=True)]
+    outer = zip(skips, micro_batch.observed, strict=True)
+    inner = zip(step.skips[num_outer:], step.findings.observed, strict=True)
+    return [
+        *(_GuardCall(skip, observed, is_used) for skip, observed in outer),
+        *(_GuardCall(skip, observed, has_run) for skip, observed in inner),
+    ]
+
+
+def _last_norm(
+    call: _Call, micro_batch: _Findings, is_weighted: Scalar, window: _Findings, takes_step: Scalar
+) -> Scalar | None:
+    """Return the norm that the outermost guard measured, in this call or the last one that did."""
+    if call.wrappers.outer:
+        norm, is_measured = micro_batch.norm, is_weighted
+    else:
+        norm, is_measured = window.norm, takes_step
+    if norm is None or call.state.grad_norm is None:
+        return None
+    return jnp.where(is_measured, norm, call.state.grad_norm)
 
 
 def _receive(
-    guards: tuple[Guard, ...],
-    states: tuple[GuardState, ...],
+    guards: Sequence[Guard],
+    checks: Sequence[GradientCheck],
+    states: Sequence[GuardState],
     grads: Tree,
     params: Tree,
     extra_args: ExtraArgs,
-    is_micro_batch: bool = False,
-) -> tuple[Tree, _Check]:
+) -> tuple[Tree, _Findings]:
     """Pass a gradient through guards, which unscale, mask and check it."""
     skips: list[SkipFlags] = []
     observed: list[Tree] = []
     norms: list[Scalar] = []
-    for guard, state in zip(guards, states, strict=True):
+    for guard, check, state in zip(guards, checks, states, strict=True):
         with named(guard.name):
             grads = guard.receive(grads, state.rule_state, params)
             norms.append(guard.norm(grads))
-            check = (is_micro_batch and guard.check_micro_batch) or guard.check
             rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
-        skips.append(_skip_flags(rejections))
+        skips.append(skip_flags(rejections))
         observed.append(seen)
     norm = norms[0].astype(jnp.float32) if norms else None
-    return grads, _Check(_of_first_guard(skips), observed, norm)
+    return grads, _Findings(first_skip(skips), observed, norm)
 
 
-def _step(
-    call: _Call, grads: Tree, carry: tuple[Tree, Tree], extra_args: ExtraArgs
-) -> tuple[_Step, tuple[Tree, Tree]]:
-    """Check a gradient, run the inner transformation, and check the computed step.
-
-    `carry` contains the parameters to update, or None, and the inner state.
-    """
-    wrappers, params = call.wrappers, call.params
+def _take_step(
+    call: _Call, grads: Tree, carry: _Carry, extra_args: ExtraArgs
+) -> tuple[_StepResult, _Carry]:
+    """Check a gradient, run the inner transformation, and check the computed step."""
+    wrappers, guards, params = call.wrappers, call.wrappers.guards, call.params
     skips = _check_window(call, grads, extra_args)
-    received, found = _receive(wrappers.guards, call.state.guards, grads, params, extra_args)
-    skips = _of_first_guard([*skips, *found.skips])
-    is_accepted = _is_accepted(skips)
-    step_checks = [guard.check_step for guard in (*wrappers.outer, *wrappers.guards)]
+    checks = [guard.check for guard in guards]
+    received, found = _receive(guards, checks, call.state.guards, grads, params, extra_args)
+    skips = first_skip([*skips, *found.skips])
+    is_accepted = is_accepted_by_all(skips)
+    checks_step = any(guard.check_step for guard in wrappers.all_guards)
 
-    def run(carry: tuple[Tree, Tree]) -> tuple[tuple[Tree, Tree], tuple[Tree, Tree]]:
-        target, inner_state = carry
-        updates, inner_state = _run_inner(call, received, inner_state, target, extra_args)
-        measured = None if call.observe is None else call.observe(updates, target)
-        new = None if target is None else apply_updates(target, updates)
-        if target is not None and not any(step_checks):
-            updates = None  # nobody reads them
-        return (updates, measured), (new, inner_state)
+    def run(carry: _Carry) -> tuple[tuple[Tree, Tree], _Carry]:
+        before, state = carry
+        current = params if before is None else before
+        given = received, state, current, extra_args
+        updates, after = run_inner(wrappers, *given)
+        if before is None:
+            updates = updates_for_caller(wrappers.inner, updates, call.grads, *given)
+        measured = None if call.observe is None else call.observe(updates, before)
+        if before is None:
+            return (updates, measured), _Carry(None, after)
+        new = apply_updates(before, updates)
+        return (updates if checks_step else None, measured), _Carry(new, after)
 
-    if any(step_checks):
+    if checks_step:
         program, computed = compute_step(run, carry)
-        (updates, _), (_, after) = computed
-        given = updates, carry[1], after, params
-        of_step = [_skip_flags(check(*given) if check else {}) for check in step_checks]
-        pairs = zip(_of_first_guard(of_step), skips, strict=True)
+        (updates, _), after = computed
+        of_step = _check_step(call, updates, carry.inner_state, after.inner_state)
+        pairs = zip(of_step, skips, strict=True)
         skips = [jnp.where(is_accepted, *pair) for pair in pairs]
-        output, carry = select_step(_is_accepted(skips), program, computed, carry)
+        (updates, measured), carry = select_step(
+            is_accepted_by_all(skips), program, computed, carry
+        )
     else:
-        output, carry = run_step(is_accepted, run, carry, likely=True)
-    return _Step(output, [jnp.asarray(skip, jnp.int32) for skip in skips], found), carry
+        (updates, measured), carry = run_step(is_accepted, run, carry, likely=True)
+    skips = [jnp.asarray(skip, jnp.int32) for skip in skips]
+    return _StepResult(updates, measured, skips, found), carry
 
 
 def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipFlags]:
     """Return the flags with which guards around an accumulation skip the gradient of a window."""
     skips: list[SkipFlags] = []
     for guard, state in zip(call.wrappers.outer, call.state.outer, strict=True):
-        rejections: Rejections = {}
-        if guard.checks_window:
-            given = grads, guard.norm(grads), state.rule_state, call.params
-            rejections, _ = guard.check(*given, extra_args)
-        skips.append(_skip_flags(rejections))
+        if guard.check_window is None:
+            skips.append(0)
+            continue
+        norm, own = guard.norm(grads), state.rule_state
+        rejections, _ = guard.check_window(grads, norm, own, call.params, extra_args)
+        skips.append(skip_flags(rejections))
     return skips
 
 
-def _run_inner(
-    call: _Call, grads: Tree, state: Tree, target: Tree, extra_args: ExtraArgs
-) -> tuple[Tree, Tree]:
-    """Run the inner transformation, and check its state.
-
-    An accumulation or a loss scale computes gradients in float32. Updates that are returned to the
-    caller have the dtypes that the transformation returns for the gradient of the caller.
-    """
-    params = call.params if target is None else target
-
-    def run(grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-        return call.wrappers.inner.update(grads, state, params, **extra_args)
-
-    updates, after = run(grads, state)
-    if jax.tree.structure(after) != jax.tree.structure(state):
-        got = f"{jax.tree.structure(state)} instead of {jax.tree.structure(after)}"
-        hint = (
-            "If a checkpoint contains lists instead of tuples, restore its leaves into the "
-            "structure of `tx.init(params)` with `jax.tree.unflatten`."
-        )
-        rule = "a state whose structure the inner transformation keeps, with tuples and no lists"
-        raise type_error("state", rule, got, hint)
-    is_identity = updates is grads and not jax.tree.leaves(state)
-    if is_identity or is_only_clips(state):
-        warnings.warn(
-            "The transformation inside this guard or accumulation contains no optimizer. Place the "
-            "optimizer inside: outside, it runs on zeros if a step is skipped or accumulated.",
-            stacklevel=2,
-        )
-    own, given = ([dtype_of(x) for x in jax.tree.leaves(tree)] for tree in (grads, call.grads))
-    if target is None and own != given:
-        expected, _ = jax.eval_shape(run, like_dtypes(grads, call.grads), state)
-        updates = like_dtypes(updates, expected)
-    return updates, after
+def _check_step(call: _Call, updates: Tree, before: Tree, after: Tree) -> list[SkipFlags]:
+    """Return the flags with which guards skip a computed step, with the inner states around it."""
+    skips: list[SkipFlags] = []
+    for guard in call.wrappers.all_guards:
+        check = guard.check_step
+        skips.append(skip_flags(check(updates, before, after, call.params)) if check else 0)
+    return first_skip(skips)
 
 
 def _next_state(
     call: _Call,
-    calls: Sequence[_GuardCall],
+    guard_calls: Sequence[_GuardCall],
     has_run: Scalar,
     norm: Scalar | None,
     inner_state: Tree,
@@ -316,8 +351,7 @@ def _next_state(
     """Return the next state of all but the accumulation, whose flags are added to the outcome."""
     state, wrappers = call.state, call.wrappers
     outcome = jnp.where(has_run, outcome_of(inner_state), 0) | flags
-    for guard_call in calls:
-        outcome |= guard_call.skip
+    outcome = functools.reduce(operator.or_, (x.skip for x in guard_calls), outcome)
 
     is_failure = has_flag(outcome, Outcome.SKIPPED | Outcome.EMPTY_WINDOW)
     is_failure &= ~has_flag(outcome, Outcome.ACCUMULATED)
@@ -326,22 +360,21 @@ def _next_state(
 
     has_failed = state.guard_failed > 0
     guards: list[GuardState] = []
-    every_guard = wrappers.outer + wrappers.guards
-    rows = zip(every_guard, state.outer + state.guards, calls, strict=True)
+    rows = zip(wrappers.all_guards, state.outer + state.guards, guard_calls, strict=True)
     for guard, own, guard_call in rows:
         guards.append(_next_guard_state(guard, own, guard_call))
         has_failed |= guard.has_failed(own.rule_state, guard_call.skip != 0)
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return WrapperState(
-        outcome=outcome,
-        grad_norm=norm,
         consecutive_skips=streak,
         guard_failed=has_failed.astype(jnp.int32),
         outer=tuple(guards[: len(wrappers.outer)]),
         accumulation=state.accumulation,
         guards=tuple(guards[len(wrappers.outer) :]),
         inner_state=inner_state,
+        outcome=outcome,
+        grad_norm=norm,
     )
 
 
@@ -356,43 +389,3 @@ def _next_guard_state(guard: Guard, state: GuardState, call: _GuardCall) -> Guar
         advanced = guard.advance(state.rule_state, call.observed, is_skipped)
     is_advanced = is_skipped | call.is_accepted
     return GuardState(counts, optax.tree.where(is_advanced, advanced, state.rule_state))
-
-
-def _skip_flags(rejections: Rejections) -> SkipFlags:
-    """Return the flags of a skip by these causes, or 0 if no cause rejects."""
-    flags = (
-        _flag(Outcome.SKIPPED | Outcome.of_cause(cause), is_rejected)
-        for cause, is_rejected in rejections.items()
-    )
-    return functools.reduce(operator.or_, flags, 0)
-
-
-def _of_first_guard(skips: Sequence[SkipFlags]) -> list[SkipFlags]:
-    """Keep the flags of the first guard that skips, and set those of later guards to 0."""
-    kept: list[SkipFlags] = []
-    for skip in skips:
-        is_first = _is_accepted(kept)
-        # Flags that are known at trace time stay known, so that they need no branch.
-        is_known = is_first is True or isinstance(skip, int)
-        kept.append(skip if is_known else jnp.where(is_first, skip, 0))
-    return kept
-
-
-def _is_accepted(skips: Sequence[SkipFlags]) -> Scalar | bool:
-    """Return whether no guard skips; the Python bool True if no guard checks anything."""
-    return functools.reduce(operator.or_, skips, 0) == 0
-
-
-def _flag(flag: Outcome, is_set: Scalar | bool) -> Array:
-    """Return the bits of a flag if it is set, otherwise 0."""
-    return jnp.where(is_set, jnp.int32(int(flag)), 0)
-
-
-def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Call `optax.apply_updates` with support for float0 updates and strict dtype promotion."""
-
-    def addend(update: Array, param: Array) -> Array:
-        return jnp.zeros_like(param) if is_float0(update) else update
-
-    with jax.numpy_dtype_promotion("standard"):
-        return optax.apply_updates(params, jax.tree.map(addend, updates, params))

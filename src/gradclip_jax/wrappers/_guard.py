@@ -26,6 +26,12 @@ Rejections: TypeAlias = dict[str, Scalar | bool]
 Observe: TypeAlias = Callable[[Tree, Tree], Tree]
 """A function `(updates, params) -> measurements` that is called where the updates are computed."""
 
+GradientCheck: TypeAlias = Callable[[Tree, Scalar, Tree, Tree, ExtraArgs], tuple[Rejections, Tree]]
+"""A function `(grads, norm, rule_state, params, extra_args) -> (rejections, observed)`.
+
+It checks a gradient, whose norm is `norm`; `observed` is a pytree for `Guard.advance`.
+"""
+
 
 class Guard(NamedTuple):
     """A guard, which skips the steps that one of its checks rejects.
@@ -36,16 +42,15 @@ class Guard(NamedTuple):
     Attributes:
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
-        check: Function `(grads, norm, rule_state, params, extra_args) -> (rejections, observed)`
-            that checks a gradient, whose norm is `norm`; `observed` is a pytree for `advance`.
-        check_micro_batch: As `check`, for a micro-batch that is added to an accumulation inside the
-            guard; None to use `check`.
+        check: Function that checks the gradient of a step.
+        check_micro_batch: Function that checks a micro-batch, which is added to an accumulation
+            inside the guard; None to use `check`.
+        check_window: Function that checks the gradient of a window, if the guard is outside an
+            accumulation; None to check micro-batches only.
         init: Function `params -> rule_state` that returns the state of the guard itself.
-        advance: Function `(rule_state, observed, skipped) -> rule_state`. It is used after a step
-            that this guard skips, and after one that no guard rejects.
+        advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
+            this guard skipped, or if the gradient was applied or accumulated.
         unscale: Function `(grads, rule_state) -> grads` that is applied before the check.
-        checks_window: Whether `check` is also called with the gradient of a window, if the guard is
-            outside an accumulation.
         check_step: Function `(updates, before, after, params) -> rejections` that checks a computed
             step and the inner states before and after it, or None.
         has_failed: Function `(rule_state, skipped) -> bool[]` that returns whether training cannot
@@ -58,12 +63,12 @@ class Guard(NamedTuple):
 
     name: str
     causes: tuple[str, ...]
-    check: Callable[..., tuple[Rejections, Tree]]
-    check_micro_batch: Callable[..., tuple[Rejections, Tree]] | None = None
+    check: GradientCheck
+    check_micro_batch: GradientCheck | None = None
+    check_window: GradientCheck | None = None
     init: Callable[[Tree], Tree] = lambda params: ()
     advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
     unscale: Callable[[Tree, Tree], Tree] = lambda grads, rule_state: grads
-    checks_window: bool = True
     check_step: Callable[..., Rejections] | None = None
     has_failed: Callable[[Tree, Scalar], Scalar | bool] = lambda rule_state, skipped: False
     trainable: Mask = None
@@ -112,12 +117,20 @@ def loss_of(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar | None:
     return None if value is None else mean_loss(extra_args, axis_name)
 
 
+def as_loss(argument: str, value: Any) -> Scalar:
+    """Convert a loss to float32[], or raise if it is not a real scalar."""
+    hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
+    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
+        raise type_error(argument, "a real scalar", describe(value), hint)
+    try:
+        return jnp.asarray(value, jnp.float32)
+    except OverflowError:
+        rule = "a number that float32 can represent"
+        raise value_error(argument, rule, "a larger integer", hint) from None
+
+
 def mean_loss(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
     """Return the loss in float32, averaged over devices if it differs between them."""
-    name, value = loss_argument(extra_args)
-    if not is_scalar(value, jnp.floating, jnp.integer, jnp.bool_):
-        hint = "Call `update(grads, state, params, value=loss)` with the mean loss over the batch."
-        raise type_error(name, "a real scalar", describe(value), hint)
-    loss = jnp.asarray(value, jnp.float32)
+    loss = as_loss(*loss_argument(extra_args))
     axes = shard_axes(loss, axis_name)
     return lax.pmean(loss, tuple(sorted(axes))) if axes else loss

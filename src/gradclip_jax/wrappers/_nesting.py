@@ -38,6 +38,11 @@ class Wrappers(NamedTuple):
         """The public function of the outermost guard or accumulation, for errors."""
         return next(x.name for x in (*self.outer, self.accumulation, *self.guards) if x)
 
+    @property
+    def all_guards(self) -> tuple[Guard, ...]:
+        """All guards, from the outermost to the innermost."""
+        return self.outer + self.guards
+
     def inside(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
         if isinstance(wrapper, Guard):

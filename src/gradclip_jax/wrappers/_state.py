@@ -73,10 +73,10 @@ class GuardState(NamedTuple):
 class WrapperState(NamedTuple):
     """State of guards and an accumulation that are directly around each other.
 
+    The fields that `update` does not read are the last ones. JAX drops their donated buffers and
+    matches the others with the outputs in order; in another order, XLA would copy every scalar.
+
     Attributes:
-        outcome: Flags of `Outcome` for the last call, int32[]; 0 before the first call.
-        grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
-            without guards.
         consecutive_skips: Number of skipped calls and of windows without weight since the last
             applied step, int32[]. Calls that only accumulate do not count.
         guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
@@ -85,16 +85,19 @@ class WrapperState(NamedTuple):
         accumulation: `AccumulationState`, or None without an accumulation.
         guards: State of each guard inside the accumulation, or of all guards without one.
         inner_state: State of the inner transformation.
+        outcome: Flags of `Outcome` for the last call, int32[]; 0 before the first call.
+        grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
+            without guards.
     """
 
-    outcome: Scalar
-    grad_norm: Scalar | None
     consecutive_skips: Scalar
     guard_failed: Scalar
     outer: tuple[GuardState, ...]
     accumulation: Tree
     guards: tuple[GuardState, ...]
     inner_state: Tree
+    outcome: Scalar
+    grad_norm: Scalar | None
 
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for the guards and the accumulation."""

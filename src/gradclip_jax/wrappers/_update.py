@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar
-from .._errors import public
-from .._states import metric_names, plain_arrays, with_structure_of
-from .._types import Tree
+from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._errors import public, type_error
+from .._states import check_clip_order, metric_names, plain_arrays, with_structure_of
+from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
-from ._execute import apply_updates, execute
+from ._execute import execute
 from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
+from ._inner import apply_updates
 from ._nesting import Wrappers
 
 
@@ -37,6 +38,7 @@ class InPlaceUpdate:
         raise NotImplementedError
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
     """The `update` function of guards and an accumulation.
@@ -53,17 +55,15 @@ class WrapperUpdate(InPlaceUpdate):
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the inner transformation, or zeros if it does not run."""
-        given = self.wrappers, updates, state, params, None, extra_args
-        (updates, _), _, state = execute(*given)
-        return updates, state
+        result = execute(self.wrappers, updates, state, params, extra_args)
+        return result.updates, result.state
 
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
-        given = self.wrappers, grads, state, params, params, extra_args, observe
-        (_, measured), params, state = execute(*given)
-        return params, state, measured
+        result = execute(self.wrappers, grads, state, params, extra_args, True, observe)
+        return result.params, result.state, result.measured
 
 
 def wrap(
@@ -78,7 +78,7 @@ def wrap(
     else:
         wrappers = Wrappers(optax.with_extra_args_support(inner))
     wrappers = wrappers.inside(wrapper)
-    init: Any = wrappers.init  # the type of Optax names arrays as states
+    init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
 
 
@@ -106,7 +106,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation.
+        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -123,6 +123,8 @@ def apply_gradients(
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
     _warn_of_unread_weight(extra_args, state)
+    check_clip_order(state)
+    _check_order(grads, state, params)
     if params is None:
         check_same_structure(grads, params)  # raises unless the gradient is None as well
     if isinstance(tx.update, InPlaceUpdate):
@@ -131,6 +133,14 @@ def apply_gradients(
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
+
+
+def _check_order(grads: Tree, state: Tree, params: Tree) -> None:
+    """Raise if the parameters were passed before the state."""
+    kinds = [jax.tree.structure(x) for x in (grads, state, params)]
+    if kinds[0] == kinds[1] != kinds[2]:
+        hint = "Call `apply_gradients(tx, grads, state, params)`."
+        raise type_error("state", "the state of `tx`", f"{shortened(state)}, like `grads`", hint)
 
 
 def _warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:

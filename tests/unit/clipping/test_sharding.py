@@ -162,6 +162,24 @@ def test_axis_name_where_types_are_not_checked(axis_name):
     assert_same(fun(tree), (jax.jit(CLIPS["global"].update)(tree, None)[0], norms_of(tree)))
 
 
+def test_no_axis_name_after_pmean_where_types_are_not_checked():
+    """With `axis_name=`, the norm of equal gradients is too large by the root of 8."""
+    tree = {"a": trees.normal((8, 4)), "b": trees.normal((8, 2), seed=1)}
+    mean = {name: x.reshape(8, 1, -1).mean(0) for name, x in tree.items()}
+    expected = CLIPS["global"].update(mean, None)[0], gcx.global_norm(mean)
+
+    def clip(g):
+        g = jax.lax.pmean(g, "data")
+        norms = gcx.global_norm(g), gcx.global_norm(g, axis_name="data")
+        return CLIPS["global"].update(g, None)[0], *norms
+
+    flat = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"mesh": flat, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
+    *found, wrong = jax.jit(jax.shard_map(clip, **specs))(tree)
+    assert_same(tuple(found), expected)
+    np.testing.assert_allclose(wrong, math.sqrt(8) * expected[1], rtol=1e-6)
+
+
 def test_axis_name_is_harmless_where_types_speak():
     """The types win: a replicated leaf is not counted once for each device."""
     specs = SPECS["fsdp"]

@@ -49,6 +49,29 @@ def test_the_step_of_frozen_leaves_is_not_checked():
         assert gcx.metrics(state)["skipped_nonfinite"] == skips
 
 
+ONLY_ADAM = {
+    "spike": (lambda grads, params, **_: gcx.global_norm(grads["adam"]) > 2.0, 100.0),
+    "nonfinite": (lambda grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"])), np.inf),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", ONLY_ADAM)
+def test_skip_if_checks_some_of_the_trained_leaves_in_one_line_and_the_others_train(name, every):
+    predicate, bad = ONLY_ADAM[name]
+    params = {"adam": jnp.ones(2), "muon": jnp.ones((2, 2))}
+    tx = gcx.skip_if(gcx.accumulate_gradients(optax.sgd(1.0), every), predicate)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for adam, muon, skips in ((1.0, bad, 0), (bad, 1.0, 1)):
+        grads = {"adam": jnp.full(2, adam), "muon": jnp.full((2, 2), muon)}
+        for _ in range(every):
+            updates, state = update(grads, state, params)
+        applied = {"adam": -1.0, "muon": -muon} if not skips else {"adam": 0.0, "muon": 0.0}
+        for leaf, expected in applied.items():
+            np.testing.assert_array_equal(updates[leaf], np.full_like(params[leaf], expected))
+        assert gcx.metrics(state)["skipped_other"] == skips * every
+
+
 @pytest.mark.parametrize("mask", [1, {"t": "yes", "f": False}, {"t": 1.0}, lambda params: {"t": 2}])
 def test_a_mask_of_anything_but_bools_raises(mask):
     with pytest.raises(

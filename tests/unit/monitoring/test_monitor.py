@@ -102,11 +102,6 @@ def test_states_that_cannot_be_read_raise(state, options, error, match):
         gcx.Monitor(PARAMS, **options).read(state())
 
 
-def test_a_traced_state_cannot_be_read():
-    with pytest.raises(TypeError, match="traced array"):
-        jax.jit(lambda state: gcx.Monitor(PARAMS).read(state).step)(TX.init(PARAMS))
-
-
 def test_a_monitor_is_told_which_of_two_states_it_reads():
     state = train(TX.init(PARAMS), 0, 4), train(TX.init(PARAMS), 0, 2)
     found = [gcx.Monitor(PARAMS, which=i).read(state).rows.step.tolist() for i in (0, 1)]
