@@ -7,7 +7,6 @@ import json
 
 from benchmarks import _report
 from benchmarks.compiled import steps
-from benchmarks.per_example import compiled as per_example
 
 
 def main() -> None:
@@ -17,7 +16,6 @@ def main() -> None:
         if "sections" in found:
             _report.write_sections(path)
     steps.write_tables(steps.all_records())
-    per_example.write_table()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ if os.environ.get("JAX_PLATFORMS", "") in ("", "cpu"):
         flags += ["--xla_llvm_disable_expensive_passes=true"]
         flags += ["--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
+# Programs without the Python lines of each operation: a tenth less time to lower them.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import gc
 

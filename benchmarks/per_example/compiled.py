@@ -1,15 +1,17 @@
-"""Scratch and FLOPs of per-example clipping beside the ordinary gradient, for an H100 or TPU v5e.
+"""Scratch and FLOPs of per-example clipping beside Optax and jax_privacy, compiled for an H100.
 
-    python -m benchmarks.per_example.compiled 32x256 8x1024      # examples x tokens
-    python -m benchmarks.per_example.compiled 32x256 --layers 2 --programs "ordinary,materialized"
+    python -m benchmarks.per_example.compiled                      # all models
+    python -m benchmarks.per_example.compiled "GPT-2, 128 tokens"
 
-GPT-2 (124M with 12 layers, vocabulary 50,257, tied head, float32), compiled without the device, in
-an environment of `make bench-compiled`. The full model takes two to ten minutes for each program.
-Rows go to results/per-example-compiled.json and .md.
+Each program is compiled for two batch sizes, from which the bytes of one more example follow, and
+GPT-2 with 2 and 4 layers, from which those of 12 follow. The largest batch fits in 80 GB beside
+parameters, gradients and the moments of Adam. FLOPs are counted before compilation. An environment
+of `make bench-compiled` with jax_privacy is needed.
 """
 
-import argparse
-import json
+import functools
+import math
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -18,72 +20,111 @@ import jax.numpy as jnp
 
 from benchmarks import _report
 from benchmarks.compiled import _devices
-from benchmarks.per_example import _gpt2
+from benchmarks.per_example import _gpt2, _models, speed
 
-DEVICES = {"cpu": "CPU", "cuda": "H100", "tpu": "TPU v5e"}
-KEYS = ("device", "layers", "examples x tokens", "program")
-PATH = _report.RESULTS / "per-example-compiled.json"
+PROGRAMS = {
+    "ordinary gradient": _gpt2.ordinary,
+    "`gcx.per_example`": _gpt2.ours,
+    "Optax, `differentially_private_aggregate`": speed.aggregated,
+    "jax_privacy, whole batch": speed.privacy(None),
+    "jax_privacy, micro-batches of 1": speed.privacy(1),
+}
+Model = tuple[Any, Any, Any, Any]
+f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=t) for t in (jnp.float32, jnp.int32))
 
 
-def compiled(platform: str, program: str, examples: int, tokens: int, **shape: int) -> Any:
-    """One program for GPT-2, or for a smaller one by `layers`, `width` and `vocabulary`."""
-    params = _gpt2.gpt_shapes(**shape, tokens=tokens)
-    batch = jax.ShapeDtypeStruct((examples, tokens), jnp.int32)
-    args = _devices.placed((params, batch), _devices.one_device(platform))
-    return _devices.compile_for(platform, _gpt2.PROGRAMS[program], *args)
+def gpt2(tokens: int, layers: int = 12, **shape: int) -> Model:
+    params = _gpt2.gpt_shapes(layers, tokens=tokens, **shape)
+    return (lambda _, p, x: _gpt2.loss(p, x)), None, params, i32((tokens,))
+
+
+def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
+    """Adapters of the four matrices of each layer."""
+    base, names = _gpt2.gpt_shapes(layers, tokens=tokens), ("qkv", "out", "up", "down")
+    shapes = {n: base["blocks"][0][n].shape for n in names}
+    adapter = {n: (f32((a, rank)), f32((rank, b))) for n, (a, b) in shapes.items()}
+
+    def loss(base: Any, adapters: Any, ids: jax.Array) -> jax.Array:
+        def adapted(p: Any, adapter: Any) -> Any:
+            return p | {n: p[n] + a @ b for n, (a, b) in adapter.items()}
+
+        return _gpt2.loss(base | {"blocks": list(map(adapted, base["blocks"], adapters))}, ids)
+
+    return loss, base, [adapter] * layers, i32((tokens,))
+
+
+def resnet() -> Model:
+    loss, params, _ = _models.resnet()
+    return (lambda _, p, x: loss(p, x)), None, params, (f32((32, 32, 3)), i32(()))
+
+
+def table(rows: int = 1_000_000, width: int = 64, ids: int = 32) -> Model:
+    """Click prediction: 32 ids of a table and a network of two layers."""
+    params = {"table": f32((rows, width)), "w": f32((width * ids, 256)), "out": f32((256,))}
+
+    def loss(_: Any, p: Any, example: Any) -> jax.Array:
+        x = p["table"][example[0]].reshape(1, -1)
+        return jnp.square(jnp.dot(jax.nn.relu(x @ p["w"])[0], p["out"]) - example[1])
+
+    return loss, None, params, (i32((ids,)), f32(()))
+
+
+MODELS = {f"GPT-2, {n} tokens": (gpt2, n, 4096 // n) for n in (128, 256, 512, 1024)}
+MODELS["GPT-2, LoRA of rank 8, 256 tokens"] = (lora, 256, 16)
+MODELS["ResNet, 32 x 32"] = (resnet, None, 64)
+MODELS["table of 1 M rows"] = (table, None, 64)
+
+
+def compiled(program: str, model: Model, count: int) -> _devices.Compiled:
+    return _devices.compile_for("cuda", *_placed(program, model, count, "cuda"))
+
+
+def flops(program: str, model: Model, count: int) -> float:
+    run, *args = _placed(program, model, count, "cpu")
+    return jax.jit(run).lower(*args).cost_analysis()["flops"]
+
+
+def _placed(program: str, model: Model, count: int, platform: str) -> tuple[Any, ...]:
+    loss, frozen, params, example = model
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), example)
+    args = _devices.placed((frozen, params, batch), _devices.one_device(platform))
+    return (lambda f, p, b: PROGRAMS[program](p, b, functools.partial(loss, f))), *args
+
+
+def measured(name: str) -> _report.Rows:
+    """A row for each program, from batches of `count` and of half as many examples."""
+    make, tokens, count = MODELS[name]
+    model = make() if tokens is None else make(tokens)
+    bytes_of = (4 * math.prod(x.shape) for x in jax.tree.leaves((model[1], [model[2]] * 4)))
+    resident, rows = sum(bytes_of), []
+    for what in PROGRAMS:
+        sizes = (count, count // 2)
+        if tokens is None:
+            more, less = (compiled(what, model, n).scratch for n in sizes)
+        else:
+            pairs = [[compiled(what, make(tokens, x), n).scratch for x in (2, 4)] for n in sizes]
+            more, less = (four + 4 * (four - two) for two, four in pairs)
+        each = (more - less) / (count - count // 2)
+        free = 80e9 - resident - (more - count * each)
+        looped = 1 if "micro" in what else count  # XLA counts the body of a loop once
+        row = {
+            "what": what,
+            "scratch GB": round(more / 1e9, 3),
+            "MB per example": round(each / 1e6, 3),
+            "largest batch": f"{int(free / each):,}" if each > 1e3 else "any",
+            "GFLOP per example": round(flops(what, model, count) / looped / 1e9, 4),
+        }
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sizes", nargs="+", metavar="EXAMPLESxTOKENS")
-    parser.add_argument("--programs", default="ordinary,ours", help=", ".join(_gpt2.PROGRAMS))
-    parser.add_argument("--layers", type=int, default=12)
-    options = parser.parse_args()
-    platform = _devices.available() or "cpu"
-    for size in options.sizes:
-        examples, tokens = map(int, size.split("x"))
-        for program in options.programs.split(","):
-            found = compiled(platform, program, examples, tokens, layers=options.layers)
-            row = {
-                "device": DEVICES[platform],
-                "layers": options.layers,
-                "examples x tokens": size.replace("x", " x "),
-                "program": program,
-                "scratch GB": round(found.scratch / 1e9, 2),
-                "TFLOP": round(found.flops / 1e12, 2),
-                "compile s": round(found.compile_seconds),
-                "jax": jax.__version__,
-                **({"libtpu": metadata.version("libtpu")} if platform == "tpu" else {}),
-            }
-            print(json.dumps(row), flush=True)
-            write(row)
-
-
-def write(row: dict[str, Any]) -> None:
-    """Merges a row into the JSON file and generates the table."""
-    old = json.loads(PATH.read_text()) if PATH.exists() else []
-    rows = {tuple(x[k] for k in KEYS): x for x in [*old, row]}
-    PATH.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1) + "\n")
-    write_table()
-
-
-def write_table() -> None:
-    """Generates results/per-example-compiled.md."""
-    rows = {tuple(x[k] for k in KEYS): x for x in json.loads(PATH.read_text())}
-    _report.write_page("per-example-compiled", table(rows))
-
-
-def table(rows: dict[Any, dict[str, Any]]) -> str:
-    """Each row with its ratio to the ordinary gradient of the same device and size."""
-    shown: _report.Rows = []
-    for key in sorted(rows):
-        row, base = rows[key], rows.get((*key[:-1], "ordinary"))
-        cells = {name: row[name] for name in KEYS}
-        for name in ("scratch GB", "TFLOP"):
-            ratio = f" ({row[name] / base[name]:.2f} x)" if base and base is not row else ""
-            cells[name] = f"{row[name]:.2f}{ratio}"
-        shown.append(cells | {"compile s": row["compile s"]})
-    return _report.table(shown)
+    for name in sys.argv[1:] or MODELS:
+        about = {"device": "NVIDIA H100 80GB, compiled only", "cores": "-"}
+        about["jax_privacy"] = metadata.version("jax_privacy")
+        title = f"{name}; scratch of {MODELS[name][2]} examples"
+        _report.write({title: measured(name)}, "per-example", **about)
 
 
 if __name__ == "__main__":

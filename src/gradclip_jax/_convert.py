@@ -273,10 +273,10 @@ def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
 
 
 def _has_same_arrays(x: Tree, y: Tree) -> bool:
-    """Return whether two states have arrays of the same shapes and dtypes."""
-    # Compare descriptions, because types contain the sharding, which may differ.
-    types = [jax.tree.map(describe, jax.eval_shape(lambda tree: tree, state)) for state in (x, y)]
-    return types[0] == types[1]
+    """Return whether two states have the same structure, shapes and dtypes."""
+    # The types of arrays also contain explicit shardings, which may differ.
+    x_types, y_types = (jax.tree.map(describe, jax.eval_shape(lambda x: x, y)) for y in (x, y))
+    return x_types == y_types
 
 
 # Accumulations

@@ -133,17 +133,17 @@ def stable_adamw(
     return optax.GradientTransformation(init, update)
 
 
-def _rms(x: Array, axis_name: AxisName) -> Scalar:
-    """Return the root mean square of a leaf, which may be sharded over mesh axes."""
-    size = x.size * replica_count(frozenset(), shard_axes(x, axis_name))
-    return norm_of_leaves([x], 2.0, axis_name) / math.sqrt(max(size, 1))
-
-
 def _zero_moment(param: Array) -> Array:
     """Return the initial moment of a parameter, in at least float32."""
     if not is_inexact(param):
         return jnp.zeros(jnp.shape(param), jnp.int32)  # unused
     return jnp.zeros_like(param, wide_dtype(jnp.result_type(param)))
+
+
+def _rms(x: Array, axis_name: AxisName) -> Scalar:
+    """Return the root mean square of a leaf, which may be sharded over mesh axes."""
+    size = x.size * replica_count(frozenset(), shard_axes(x, axis_name))
+    return norm_of_leaves([x], 2.0, axis_name) / math.sqrt(max(size, 1))
 
 
 def _with_bias_correction(decay: Number, step: Array) -> Array:

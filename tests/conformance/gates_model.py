@@ -134,7 +134,7 @@ class Guard:
 
 class Accumulation:
     def __init__(self, every, reduction):
-        self.every, self.reduction, self.gradient_step = every, reduction, 0
+        self.every, self.reduction, self.gradient_step, self.empty = every, reduction, 0, 0
         self.reset()
 
     def reset(self):
@@ -192,7 +192,7 @@ class Stack:
             extra = {"value": value, "weight": weight, "flush": flush}
             updates = None if is_refused else self._step(grads, self.outer, **extra)
         else:
-            if not is_refused:
+            if not is_refused and not (flush and weight == 0):  # that is `flush`
                 acc.add(grads, value, weight)
             closes = acc.mini_step > 0 and (acc.is_complete or flush)
             updates = self._close() if closes else None
@@ -225,6 +225,7 @@ class Stack:
         grads, value = acc.window()
         acc.reset()
         if grads is None:
+            acc.empty += 1
             return None
         checking = [g for g in self.outer if g.check == "gradient" and g.kind != "spikes"]
         if checking and (not is_finite(grads) or norm(grads) > OVERFLOW):

@@ -60,7 +60,8 @@ GROUPS = {
     "micro-batches of weight zero": Group("window", "nan padding", "weight flush"),
     "windows without weight": Group("window", "empty", "weight", "nonfinite step norm", "guard_failed", rate=0.9),
     "the function flush": Group("window both chain partition", "nan", options="flush"),
-    "norm of this call": Group("plain nested window", "nan spike", checks="grad_norm"),
+    "the function flush and consecutive skips": Group("window both", "nan", checks="consecutive_skips guard_failed", options="flush", rate=0.8),
+    "norm of this call": Group("plain nested window", "nan spike", checks="grad_norm", seed=7),  # a scale outside
     "masks": Group("plain nested window inside both", "nan frozen spike", options="mask"),
     "mean loss of a window": Group("inside both", "loss_spike loss_nan", "value weight", "nonfinite both loss", seed=1),
     "infinite measurements": Group("plain nested", "nan loss_large", "value", "step", options="watch", seed=2),
@@ -159,6 +160,7 @@ def expected(made, params, group):
         found[f"skipped_{cause}"] = sum(guard.skips[cause] for guard in guards)
     for window in windows:
         found |= {"mini_step": window.mini_step, "gradient_step": window.gradient_step}
+        found["empty_windows"] = window.empty
     for guard in guards:
         found |= {"loss_scale": guard.scale} if guard.kind == "scale" else {}
     failed = any(not isinstance(g, model.Accumulation) and g.has_failed for g in made.gates)

@@ -211,18 +211,6 @@ def test_a_guard_that_does_not_reject_a_skipped_step_is_as_it_was():
 # --- has_updated -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tx", "rows"),
-    [
-        (SGD, [1, 1, 1, 1]),
-        (gradient(spikes(acc(SGD))), [0, 0, 0, 1]),
-        (acc(optax.chain(gcx.clip_by_value(1e9), spikes(SGD)), 1), [1, 0, 0, 1]),
-    ],
-)
-def test_has_updated_answers_for_all_guards_and_accumulations(tx, rows):
-    assert calls(tx, [1, np.nan, 1e6, 1])[2] == rows
-
-
 # --- names, leaves, extra arguments ---------------------------------------------------------
 
 

@@ -21,7 +21,6 @@
 """
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,18 +30,19 @@ from .._types import HostArray
 from ._outliers import (
     BLOCK,
     EXPLODED,
+    GAP,
     HISTORY,
     LOG_LOSS,
     LOSS,
-    NUM_ROUTINE,
     PARAMETER,
     PERIOD,
     RATIO,
     RISE,
     STARVING,
-    STREAKS,
+    STARVING_ROWS,
     TREE,
     UPDATE,
+    WINDOW,
     LastingRises,
     Outliers,
     Streaks,
@@ -55,8 +55,8 @@ UNLEARNED = 5 * BLOCK
 above the first BLOCK ones. Noise with a correlation of 0.9 from row to row does this in 1 of 100
 runs."""
 
-INCIDENT_GAP = 8
-"""Maximum distance in rows between two incidents of one streak."""
+_REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
+"""The flags of rows that are incidents even if no number in them is unusual."""
 
 
 class Incident(NamedTuple):
@@ -105,57 +105,57 @@ class Losses:
     """Compare the losses of a run with its first and with its best ones."""
 
     def __init__(self):
-        self.rises, self.start = LastingRises(np.log([RISE])), list[float]()
+        self.rises, self.start = LastingRises(np.log([RISE])), np.zeros(0)
         self.first = self.best = math.inf  # the first finite loss, the highest of the best BLOCK
-        self.is_positive = True
+        self.count, self.is_positive = 0, True
 
-    @property
-    def have_fallen(self) -> bool:
-        """Whether BLOCK consecutive losses were clearly below the first one."""
-        return self.best * RISE < self.first
+    def compare(
+        self, losses: HostArray, levels: HostArray
+    ) -> tuple[dict[int, LossRise], HostArray]:
+        """Compare the next losses; `levels` are the medians of the losses before each one.
 
-    def have_grown(self, level: float) -> bool:
-        """Return whether the loss may be a value loss, which grows with the return of a policy.
-
-        Such a loss has not fallen since the start, or is negative at times. `level` is the median
-        of the last losses.
+        Returns:
+            Each rise, with the index of the loss that completes it; and whether the losses up to
+            each one may be value losses, which grow with the return of a policy. Such losses have
+            not fallen since the start, or are negative at times.
         """
-        is_high = len(self.start) < PERIOD or level > RISE * self.first
-        return not self.is_positive or (is_high and not self.have_fallen)
-
-    def update(self, loss: float) -> LossRise | None:
-        """Compare the next loss; return the rise that it completes."""
-        loss = loss if math.isfinite(loss) else math.inf
-        self.first = loss if math.isinf(self.first) else self.first
-        self.is_positive &= loss >= 0
-        is_unlearned = self._is_unlearned(loss)
-        log_loss = math.log(loss) if loss > 0 else math.nan
-        (has_risen,), *levels = self.rises.compare(np.array([log_loss]))
-        lowest, best = np.exp(np.ravel(levels)).tolist()
-        self.best = min(self.best, best)
-        if has_risen and self.is_positive:
+        losses = np.where(np.isfinite(losses), losses, np.inf)
+        finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
+        self.first = finite[0] if math.isinf(self.first) and len(finite) else self.first
+        is_positive = self.is_positive & np.logical_and.accumulate(losses >= 0)
+        log_losses = np.log(losses, where=losses > 0, out=np.full(len(losses), np.nan))
+        has_risen, *levels_of_rise = self.rises.compare(log_losses[:, None])
+        lowest, best = np.exp(levels_of_rise)[..., 0]
+        # BLOCK consecutive losses were clearly below the first one.
+        best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
+        have_fallen = best_so_far * RISE < self.first
+        is_high = (index < PERIOD - 1) | (levels > RISE * self.first)
+        found = self._unlearned(losses)
+        for i in np.flatnonzero(has_risen[:, 0] & is_positive).tolist():
             text = (
-                f"the lowest of the last {BLOCK} losses, {lowest:.3g}, is above {RISE} times "
-                f"the highest of the best {BLOCK}, {best:.3g}"
+                f"the lowest of the last {BLOCK} losses, {lowest[i]:.3g}, is above {RISE} times "
+                f"the highest of the best {BLOCK}, {best[i]:.3g}"
             )
-            has_exploded = self.have_fallen and lowest > EXPLODED * self.first
-            return LossRise(text, RISE * best, has_exploded)
-        if is_unlearned:
-            highest = max(self.start[:BLOCK])
-            text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first "
-            return LossRise(f"{text}{BLOCK}, {highest:.3g}", highest)
-        return None
+            has_exploded = bool(have_fallen[i] and lowest[i] > EXPLODED * self.first)
+            found[i] = LossRise(text, RISE * float(best[i]), has_exploded)
+        if len(losses):
+            self.best, self.is_positive = best_so_far[-1], is_positive[-1]
+        self.count += len(losses)
+        return found, ~is_positive | (is_high & ~have_fallen)
 
-    def _is_unlearned(self, loss: float) -> bool:
-        """Add a loss to the first UNLEARNED ones; return whether they show that nothing is learned.
+    def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
+        """Return the rise of a run that does not learn, if its first UNLEARNED losses are complete.
 
         The second BLOCK of losses is not compared, because a loss may rise during warm-up.
         """
-        if len(self.start) == UNLEARNED:
-            return False
-        self.start.append(loss)
-        is_complete = len(self.start) == UNLEARNED
-        return is_complete and min(self.start[2 * BLOCK :]) > max(self.start[:BLOCK])
+        last = UNLEARNED - 1 - len(self.start)
+        is_complete = 0 <= last < len(losses)
+        self.start = np.append(self.start, losses)[:UNLEARNED]
+        highest, rest = self.start[:BLOCK].max(initial=0), self.start[2 * BLOCK :]
+        if not is_complete or rest.min() <= highest:
+            return {}
+        text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first "
+        return {last: LossRise(f"{text}{BLOCK}, {highest:.3g}", float(highest))}
 
 
 class Fault(NamedTuple):
@@ -176,6 +176,7 @@ class Findings(NamedTuple):
     """A row, and what the rules of `_outliers` find in it.
 
     Attributes:
+        place: Number of rows before this one.
         row: The row; its taps are float[taps, 3] in the order of `tap_names`.
         tap_names: Names of the activations and the cotangents of the taps.
         rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
@@ -187,9 +188,11 @@ class Findings(NamedTuple):
         is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
         is_zero_loss: Whether the loss has become 0.
         loss_rise: A lasting rise of the loss, or None.
+        has_grown: Whether the loss may be a value loss, which grows with the return of a policy.
         is_starving: Whether the factor of a clip has long been almost 0.
     """
 
+    place: int
     row: Rows
     tap_names: list[str]
     rises: HostArray
@@ -200,6 +203,7 @@ class Findings(NamedTuple):
     is_zero_norm: HostArray
     is_zero_loss: bool
     loss_rise: LossRise | None
+    has_grown: bool
     is_starving: bool
 
     @property
@@ -243,9 +247,9 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
     if x.is_starving:
-        factor, count = row.factors.min(), STREAKS["starving clip"]
-        text = f"{count} gradients by less than {STARVING}, now by {factor:.2g}"
-        text = text if factor else f"{STREAKS['zero']} gradients by 0"
+        factor = row.factors.min()
+        text = f"{STARVING_ROWS} gradients by less than {STARVING}, now by {factor:.2g}"
+        text = text if factor else f"{PERIOD} gradients by 0"
         yield Fault("clip", f"a clip has multiplied {text}")
     if row.outcome & Outcome.REPLICA_DIFFERS:
         yield Fault("replica", f"the parameters on device {row.device} differ")
@@ -298,81 +302,99 @@ class Detector:
         self.outliers, self.losses = Outliers(num_units, len(self.tap_names)), Losses()
         ratios = [RATIO["tree"], *[RATIO["part"]] * num_units]
         self.drifts = LastingRises(np.log(ratios))
-        self.zeros = Streaks([1, *[STREAKS["zero"]] * (num_units + 1)])  # tree, units, loss
-        self.small_factors = Streaks([STREAKS["zero"], STREAKS["starving clip"]])
-        self.overflows = deque[int](maxlen=NUM_ROUTINE + 1)
-        self.count = 0  # of rows
+        self.zeros = Streaks([1, *[PERIOD] * (num_units + 1)])  # tree, units, loss
+        self.small_factors = Streaks([PERIOD, STARVING_ROWS])
+        self.count, self.last_overflow = 0, -HISTORY  # number of rows, and one of them
         # The last incident, its row, and the first step of its streak.
         self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
         """Return the incidents in the next rows, which may be any number of rows."""
+        starts = range(0, len(rows.step), HISTORY)  # in parts, to use less memory
+        parts = (rows.take(slice(start, start + HISTORY)) for start in starts)
+        return [x for part in parts for row in self._findings(part) for x in self._incidents(row)]
+
+    def _findings(self, rows: Rows) -> Iterator[Findings]:
+        """Yield the findings of the next rows, without rows in which nothing was found."""
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
         taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])  # as `tap_names`
         values = _logarithms(gradient, rows.norms[:, 1:, 0], loss, taps[..., 1])
-        rises, thresholds, levels = self.outliers.compare(values)
+        rises = self.outliers.compare(values)
         # A guard has compared the norm or the loss with a threshold of its own.
-        skips = Outcome.SKIPPED_LARGE_NORM, Outcome.SKIPPED_LARGE_LOSS
-        for column, flag, limits in zip((TREE, LOSS), skips, rows.limits.T, strict=True):
+        skips = {TREE: Outcome.SKIPPED_LARGE_NORM, LOSS: Outcome.SKIPPED_LARGE_LOSS}
+        for column, flag in skips.items():
             rises[:, column] += rows.has(flag)
-            np.copyto(thresholds[:, column], limits, where=rows.has(flag))
-        units, found = self.outliers.units, list[Incident]()
-        for t in range(len(values)):
-            row = rows.take(t)._replace(taps=taps[t])
-            is_zero = self._has_become_zero(np.append(gradient[t], loss[t]))
-            has_loss = row.outcome & Outcome.HAS_LOSS
-            findings = Findings(
-                row=row,
+        zeros = np.column_stack([gradient, loss])
+        is_zero = self.zeros.compare(zeros == 0, abs(zeros) > 0)
+        units = self.outliers.units
+        drifts = self._drifts(values[:, [TREE]], values[:, units])
+        loss_rises, has_grown = self._loss_rises(rows)
+        is_starving, flags = self._is_starving(rows), rows.has(_REPORTED)
+        is_bad = ~np.isfinite(np.column_stack([rows.norms[:, :, 0], rows.loss]))
+        found = np.column_stack([rises, is_zero, drifts, is_starving, flags, is_bad])
+        found[list(loss_rises)] = True
+        for t in np.flatnonzero(np.any(found, axis=1)).tolist():
+            thresholds = self.outliers.thresholds(t)
+            for limit, (column, flag) in zip(rows.limits[t], skips.items(), strict=True):
+                if rows.outcome[t] & flag:
+                    thresholds[column] = limit
+            yield Findings(
+                place=self.count + t,
+                row=rows.take(t)._replace(taps=taps[t]),
                 tap_names=self.tap_names,
                 rises=rises[t],
-                thresholds=thresholds[t],
+                thresholds=thresholds,
                 unit_rises=rises[t, units],
                 tap_rises=rises[t, self.outliers.taps],
-                drifts=self._drifts(values[t, TREE], values[t, units]),
-                is_zero_norm=is_zero[:-1],
-                is_zero_loss=bool(is_zero[-1]),
-                loss_rise=self.losses.update(float(loss[t])) if has_loss else None,
-                is_starving=self._is_starving(row),
+                drifts=drifts[t],
+                is_zero_norm=is_zero[t, :-1],
+                is_zero_loss=bool(is_zero[t, -1]),
+                loss_rise=loss_rises.get(t),
+                has_grown=bool(has_grown[t]),
+                is_starving=bool(is_starving[t]),
             )
-            found += self._incidents(findings, float(levels[t, LOSS]))
-            self.count += 1
-        return found
+        self.count += len(values)
 
-    def _has_become_zero(self, values: HostArray) -> HostArray:
-        """Return which of the gradient norms and the loss have become exactly 0."""
-        return self.zeros.compare(values == 0, abs(values) > 0)
-
-    def _drifts(self, tree: float, units: HostArray) -> HostArray:
+    def _drifts(self, tree: HostArray, units: HostArray) -> HostArray:
         """Return by how much the gradient norms of the tree and of the units have risen for good.
 
         With more than two units, they are compared with their median instead of the tree.
         """
-        if len(units) > 2:
-            tree, units = np.nan, units - median(units)
-        has_risen, lowest, best = self.drifts.compare(np.append(tree, units))
+        if units.shape[1] > 2:
+            tree, units = np.full_like(tree, np.nan), units - median(units)[:, None]
+        has_risen, lowest, best = self.drifts.compare(np.hstack([tree, units]))
         return np.where(has_risen, lowest - best, 0)
 
-    def _is_starving(self, row: Rows) -> bool:
-        """Return whether a clip factor has been 0 for some steps, or almost 0 for long."""
-        if not row.outcome & Outcome.APPLIED or not math.isfinite(row.norms[0, 0]):
-            return False  # the clip did not run, or its factor means nothing
-        factor = row.factors.min(initial=1.0)
-        is_small = np.array([factor == 0, 0 < factor < STARVING])
-        return bool(self.small_factors.compare(is_small, ~is_small).any())
+    def _loss_rises(self, rows: Rows) -> tuple[dict[int, LossRise], HostArray]:
+        """Return the lasting rises of the loss by row, and whether the loss may be a value loss."""
+        at, has_grown = np.flatnonzero(rows.has(Outcome.HAS_LOSS)), np.zeros(len(rows.step), bool)
+        levels = self.outliers.levels[self.outliers.period[at], LOSS]
+        rises, has_grown[at] = self.losses.compare(rows.loss[at], levels)
+        return {int(at[i]): rise for i, rise in rises.items()}, has_grown
 
-    def _incidents(self, x: Findings, level: float) -> Iterator[Incident]:
-        """Yield the incident of a row that has faults; `level` is the median of the last losses."""
+    def _is_starving(self, rows: Rows) -> HostArray:
+        """Return whether a clip factor has been 0 for some steps, or almost 0 for long."""
+        # In other rows, the clip did not run, or its factor means nothing.
+        has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
+        factor = rows.factors.min(axis=1, initial=1.0)
+        is_small = np.column_stack([factor == 0, (factor > 0) & (factor < STARVING)])
+        known = has_factor[:, None]
+        return np.any(self.small_factors.compare(is_small & known, ~is_small & known), axis=1)
+
+    def _incidents(self, x: Findings) -> Iterator[Incident]:
+        """Yield the incident of a row that has faults."""
         faults = list(_faults_of(x)) or list(_update_fault(x))  # other faults explain an update
         kinds = [fault.kind for fault in faults]
-        if "loss" in kinds and math.isfinite(x.row.loss) and self.losses.have_grown(level):
+        if "loss" in kinds and math.isfinite(x.row.loss) and x.has_grown:
             faults.append(Fault("growth", "the loss has not fallen since the start"))
         if kinds == ["infinity"] and not x.row.outcome & Outcome.APPLIED:
-            self.overflows.append(self.count)
-            if len(self.overflows) == 1:
+            is_first, distance = self.last_overflow < 0, x.place - self.last_overflow
+            self.last_overflow = x.place
+            if is_first:
                 faults.append(Fault("note", "others as rare as this one are not reported"))
-            elif len(self.overflows) <= NUM_ROUTINE or self.overflows[0] <= self.count - HISTORY:
+            elif x.place < PERIOD or distance > WINDOW:  # a loss scale that is too large at first
                 return
         if faults:
             threshold = x.loss_rise.threshold if x.loss_rise else float(x.thresholds[LOSS])
@@ -382,7 +404,7 @@ class Detector:
         """Return the faults of a row as an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
         kinds, batch_id = tuple(fault.kind for fault in faults), None
-        is_near = self.count - self.last_row <= INCIDENT_GAP
+        is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
         streak = self.last.streak + 1 if is_near and has_common_kind else 1
         self.first_step = self.first_step if streak > 1 else step
@@ -403,7 +425,7 @@ class Detector:
             parts.append(f"{streak} times since step {self.first_step}")
         sentence += f": {' and '.join(words) or 'applied'}, {'; '.join(parts)}"
         leaf = next(filter(None, units), "")
-        self.last_row = self.count
+        self.last_row = x.place
         self.last = Incident(step, kinds, sentence, leaf, loss_threshold, batch_id, streak)
         return self.last
 

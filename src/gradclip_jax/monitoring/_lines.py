@@ -73,7 +73,9 @@ def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Na
     rows.outcome[places["outcome"]] = [bits_of(str(text)) for text in values["outcome"]]
     for key, column, flags in _columns(rows, names):
         if key in places and key != "step":
-            numbers = list(map(_number, values[key]))
+            numbers = values[key]
+            if {*map(type, numbers)} != {float}:
+                numbers = list(map(_number, numbers))
             is_known = np.array([x is not None for x in numbers])
             at = np.array(places[key])[is_known]
             column[at] = [x for x in numbers if x is not None]

@@ -119,7 +119,7 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
-        self._has_read, self._is_resumed = False, resume
+        self._has_read, self._is_resumed, self._values = False, resume, None
         self._remark = ""  # of `read_log`, about the lines that are not rows
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
         self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
@@ -162,6 +162,11 @@ class Monitor:
             if names != self.names:  # the names of clips are in the state
                 self.names, self.rows = names, rows.take(slice(0))
             step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
+            is_repeated = step == rows.end == self.report.step and row.values is not self._values
+            if is_repeated and self.report.action in ("rewind", "lower"):
+                # After a rewind to `good_step`, all rows are equal to those before it.
+                step = self.report.good_step or 0
+            self._values = row.values
             if step < self.report.step:
                 lines.append({"step": step, "rewind_to": step})
                 incidents += self._go_back(step)

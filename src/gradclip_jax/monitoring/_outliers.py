@@ -30,9 +30,8 @@ Statistics are computed at fixed rows, so that incidents do not depend on how ro
 reads. `benchmarks/faults/constants.py` measures what happens without each constant.
 """
 
-from typing import NamedTuple
-
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .._types import HostArray
 
@@ -45,7 +44,8 @@ HISTORY = 2048
 PERIOD = 16
 """Rows without bounds, because their medians are not reliable yet; and rows between two
 computations of the statistics, which would otherwise dominate the time of a read. The
-`2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly."""
+`2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly. A
+unit, a loss or a clip factor that is zero in PERIOD rows has become zero."""
 
 WIDTH = {"tree": 3.0, "other": 6.0}
 """Standard deviations of the smallest bound. With less, noise is reported."""
@@ -65,60 +65,60 @@ BLOCK = 12
 RISE = 1.35
 """Smallest ratio of a lasting rise of the loss. With less, the noise of a loss is a rise."""
 
-STREAKS = {"zero": 16, "starving clip": 200}
-"""Rows of a streak: zeros of a unit, of the loss or of a clip factor, and clip factors below
-STARVING. With fewer, a batch without tokens for an expert, or the first steps of a run, are
-reported."""
+GAP = 8
+"""Rows between two incidents of one streak, and between two bad rows of one stretch; also the rows
+to which the threshold of an incident applies. With more, good batches are left out."""
 
-STARVING = 1e-3
-"""A clip whose factor is smaller leaves the optimizer almost no gradient. With more, the large
-gradients at the start of a run are reported."""
+STARVING, STARVING_ROWS = 1e-3, 200
+"""A clip whose factor is smaller in so many rows leaves the optimizer almost no gradient. With a
+larger factor or fewer rows, the large gradients at the start of a run are reported."""
 
 EXPLODED = 10.0
 """A loss that has fallen and then rises for good above so many times its first value has diverged.
 Without it, such a run is not told to rewind, because a value loss may grow as well."""
 
-NUM_ROUTINE = 4
-"""Infinite norms in HISTORY rows up to which they are routine overflows of a loss scale. Without
-it, each of them is reported."""
-
 TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
 of the loss, and the loss. The columns of units and of taps follow them."""
 
+_KEPT = HISTORY + 3 * PERIOD
+"""Rows that are kept: those of a tail, those near an outlier before it, and those of a period that
+has begun."""
+
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
-    """Return lower quantiles of the known values along the first axis; NaN if there are none."""
-    count = np.maximum(np.sum(~np.isnan(values), axis=0) - 1, 0)
-    index = np.multiply.outer(shares, count).astype(int)
-    return np.take_along_axis(np.sort(values, axis=0), index, 0)  # NaN are sorted last
+    """Return lower quantiles of the known values along the last axis; NaN if there are none."""
+    count = np.maximum(np.sum(~np.isnan(values), axis=-1) - 1, 0)
+    index = np.multiply.outer(count, shares).astype(int)
+    found = np.take_along_axis(np.sort(values, axis=-1), index, -1)  # NaN are sorted last
+    return np.moveaxis(found, -1, 0)
 
 
 def median(values: HostArray) -> HostArray:
-    """Return the lower median of the known values along the first axis; NaN if there are none."""
+    """Return the lower median of the known values along the last axis; NaN if there are none."""
     return quantiles(values, 0.5)[0]
 
 
-class Comparison(NamedTuple):
-    """How the values of some rows compare with earlier rows; each array is float[rows, columns].
+def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int = 0) -> HostArray:
+    """Return the number of true rows since the last false row; others may be neither.
 
-    Attributes:
-        rises: Logarithm of the ratio of each outlier to its level; 0 for other values.
-        thresholds: The smallest values that would be outliers; inf if there are none yet.
-        levels: The medians of the last rows.
+    `before` is the number of true rows since the last false one before the first row.
     """
-
-    rises: HostArray
-    thresholds: HostArray
-    levels: HostArray
+    total = before + np.cumsum(is_true, axis=0)
+    return total - np.maximum.accumulate(np.where(is_false, total, 0), axis=0)
 
 
 class Outliers:
     """Find the outliers of each column; see the module.
 
+    A tail depends on the outliers before it, and takes much longer than the rest of a bound. It is
+    therefore computed only in periods in which a value exceeds the rest of its bound.
+
     Attributes:
         units: Columns of the gradient norms of the units.
         taps: Columns of the RMS of the taps.
+        period: int[rows], the period of each row of the last call.
+        levels: float[periods, columns], the levels in these periods.
     """
 
     def __init__(self, num_units: int, num_taps: int):
@@ -131,68 +131,95 @@ class Outliers:
         self.width, self.tail = np.full(size, WIDTH["other"]), np.full(size, TAIL["other"])
         self.width[TREE] = WIDTH["tree"]
         self.tail[TREE] = TAIL["other" if num_units else "tree"]
-        # Of the last HISTORY, WINDOW and HISTORY rows.
-        self.values, self.excesses, self.quiet_excesses = np.full((3, 1, size), np.nan)
-        self.count, self.last_outlier = 0, np.full(size, -HISTORY)
+        # The last _KEPT rows, and the rows of the last call.
+        self.values, self.excesses = np.full((2, _KEPT, size), np.nan, np.float32)
+        self.is_outlier, self.count = np.zeros((_KEPT, size), bool), 0
 
-    def compare(self, values: HostArray) -> Comparison:
-        """Compare the next rows, float[rows, columns] with NaN for unknown values."""
-        found = Comparison(*(np.zeros(values.shape) for _ in range(3)))
-        start = 0
-        while start < len(values):
-            period = 1 if self.count < WINDOW else PERIOD
-            if self.count % period == 0:
-                self._refresh()
-            part = slice(start, start + period - self.count % period)
-            found.thresholds[part], found.levels[part] = self.threshold, self.level
-            found.rises[part] = self._rises(values[part])
-            start = part.stop
-        return found
+    def compare(self, values: HostArray) -> HostArray:
+        """Compare the next rows, float[rows, columns] with NaN for unknown values.
 
-    def _rises(self, values: HostArray) -> HostArray:
-        """Return the rises of the outliers in the next rows, and add the rows to the history."""
-        change = values - self.level
+        Returns:
+            Logarithm of the ratio of each outlier to its level; 0 for other values.
+        """
+        index = self.count + np.arange(len(values))
+        starts = np.where(index < WINDOW, index, index - index % PERIOD)
+        starts, self.period = np.unique(starts, return_inverse=True)
+        self.ends = starts - self.count + _KEPT
+        self.values = _append(self.values, values)
+        self.levels = self._levels()
+        excess = self._excess(values - self.levels[self.period])
+        self.excesses = _append(self.excesses, excess)
+        self.floor, self.ceiling = self._limits(starts < WINDOW)
+        is_outlier = excess > np.fmin(self.floor, self.ceiling)[self.period]
+        self.is_outlier = _append(self.is_outlier, np.zeros_like(is_outlier))
+        columns = np.flatnonzero(is_outlier.any(axis=0))
+        for i in np.unique(self.period[is_outlier.any(axis=1)]):
+            rows = np.flatnonzero(self.period == i)
+            found = excess[np.ix_(rows, columns)] > self._bound(i, columns)
+            is_outlier[np.ix_(rows, columns)] = found
+            rows = rows[index[rows] >= PERIOD]  # the first rows stay in the tail
+            self.is_outlier[_KEPT + rows] = is_outlier[rows]
+        self.count += len(values)
+        return np.where(is_outlier, excess, 0)
+
+    def thresholds(self, row: int) -> HostArray:
+        """Return the smallest outlier of each column before the units; inf if there is no bound.
+
+        `row` is the index of a row of the last call.
+        """
+        period, single = self.period[row], np.arange(NUM_SINGLE)
+        threshold = self.levels[period, single] + self._bound(period, single)
+        np.exp(threshold, where=single != LOSS, out=threshold)
+        threshold[LOSS] = np.fmin(threshold[LOG_LOSS], threshold[LOSS])
+        return np.fmin(threshold, np.inf)  # inf instead of NaN
+
+    def _levels(self) -> HostArray:
+        """Return the level of each column in each period."""
+        levels = median(_before(self.ends, self.values, WINDOW))
+        # A learning-rate schedule that restarts returns to updates that were usual before.
+        updates = _before(self.ends, self.values[:, [UPDATE]], HISTORY)
+        levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
+        return levels
+
+    def _excess(self, change: HostArray) -> HostArray:
+        """Subtract the rises that other columns explain."""
         excess = change.copy()
         excess[:, TREE] -= np.fmax(change[:, LOG_LOSS] / 2, 0)  # explained by the loss
         if change[:, self.units].size:
-            excess[:, self.units] -= np.fmax(median(change[:, self.units].T), 0)[:, None]
-        is_outlier = excess > self.bound
-        index = self.count + np.arange(len(values))[:, None]
-        is_usual = ~is_outlier | (index < PERIOD)
-        last = np.maximum.accumulate(np.where(is_usual, self.last_outlier, index), 0)
-        self.last_outlier, self.count = last[-1], self.count + len(values)
-        self.values = _last(HISTORY, self.values, values)
-        self.excesses = _last(WINDOW, self.excesses, excess)
-        quiet = np.where(index - last < 2 * PERIOD, np.nan, excess)
-        self.quiet_excesses = _last(HISTORY, self.quiet_excesses, quiet)
-        return np.where(is_outlier, excess, 0)
+            excess[:, self.units] -= np.fmax(median(change[:, self.units]), 0)[:, None]
+        return excess
 
-    def _refresh(self) -> None:
-        """Compute the level, the bound and the threshold of each column from the history."""
-        self.level = median(self.values[-WINDOW:])
-        # A learning-rate schedule that restarts returns to updates that were usual before.
-        self.level[UPDATE] = np.fmax(self.level, quantiles(self.values, 0.99)[0])[UPDATE]
-        usual = median(self.excesses)
-        spread = 1.4826 * median(abs(self.excesses - usual))
-        bound = np.fmax(np.fmax(usual + self.width * spread, self._tail()), self.log_ratio)
-        count = np.sum(~np.isnan(self.values[-WINDOW:]), axis=0)
-        bound[count < PERIOD] = np.inf
-        if self.count < WINDOW:  # while a loss decreases quickly, its spread is large
-            highest = np.fmax.reduce(self.values[:, LOG_LOSS]) + np.log(RATIO["part"])
-            bound[LOG_LOSS] = np.fmin(bound[LOG_LOSS], highest - self.level[LOG_LOSS])
-        has_logarithms = count[LOG_LOSS] == count[LOSS]
-        bound[LOSS if has_logarithms else LOG_LOSS] = np.inf
-        threshold = self.level + bound
-        is_logarithm = np.arange(len(threshold)) != LOSS
-        np.exp(threshold, where=is_logarithm, out=threshold)
-        threshold[LOSS] = np.fmin(threshold[LOG_LOSS], threshold[LOSS])
-        self.bound, self.threshold = bound, np.fmin(threshold, np.inf)  # inf instead of NaN
+    def _limits(self, is_early: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the smallest and the largest possible bound of each column in each period."""
+        values, excesses = (_before(self.ends, x, WINDOW) for x in (self.values, self.excesses))
+        usual = median(excesses)
+        spread = 1.4826 * median(abs(excesses - usual[..., None]))
+        floor = np.fmax(usual + self.width * spread, self.log_ratio)
+        ceiling = np.full(floor.shape, np.inf)
+        # While a loss decreases quickly, its spread is large.
+        highest = np.fmax.reduce(values[:, LOG_LOSS], axis=-1) + np.log(RATIO["part"])
+        limit = np.fmin(highest - self.levels[:, LOG_LOSS], np.inf)  # inf instead of NaN
+        ceiling[is_early, LOG_LOSS] = limit[is_early]
+        count = np.sum(~np.isnan(values), axis=-1)
+        floor[count < PERIOD] = np.inf
+        has_logarithms = count[:, LOG_LOSS] == count[:, LOSS]
+        for column, is_unused in (LOSS, has_logarithms), (LOG_LOSS, ~has_logarithms):
+            floor[is_unused, column] = ceiling[is_unused, column] = np.inf
+        return floor, ceiling
 
-    def _tail(self) -> HostArray:
-        """Return an excess that usual rows are not expected to reach, by extrapolation."""
-        low, high = quantiles(self.quiet_excesses, 0.9, 0.99)
-        rows = np.sum(~np.isnan(self.quiet_excesses), axis=0)
-        return high + np.maximum(np.log10(rows.clip(1) / self.tail / 100), 0) * (high - low)
+    def _bound(self, period: int, columns: HostArray) -> HostArray:
+        """Return the bounds of some columns in a period."""
+        tail = self._tail(self.ends[period], columns)
+        return np.fmin(np.fmax(self.floor[period, columns], tail), self.ceiling[period, columns])
+
+    def _tail(self, end: int, columns: HostArray) -> HostArray:
+        """Return the tail of some columns in the HISTORY rows before `end`."""
+        count = np.cumsum(self.is_outlier[end - HISTORY - 2 * PERIOD : end, columns], axis=0)
+        is_near = count[2 * PERIOD :] > count[: -2 * PERIOD]
+        quiet = np.where(is_near, np.nan, self.excesses[end - HISTORY : end, columns]).T
+        low, high = quantiles(quiet, 0.9, 0.99)
+        rows = np.sum(~np.isnan(quiet), axis=-1).clip(1)
+        return high + np.maximum(np.log10(rows / self.tail[columns] / 100), 0) * (high - low)
 
 
 class LastingRises:
@@ -206,21 +233,34 @@ class LastingRises:
         self.log_ratios, self.best = log_ratios, np.full(len(log_ratios), np.inf)
         self.values = np.full((2 * BLOCK, len(log_ratios)), np.nan)
 
-    def compare(self, row: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-        """Compare the next row of logarithms, in which NaN is unknown.
+    def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
+        """Compare the next rows of logarithms, float[rows, columns], in which NaN is unknown.
 
         Returns:
             Whether each column has risen for good, the lowest of its last values, and the highest
-            of its best values.
+            of its best values; the last is NaN where the value is unknown.
         """
-        is_known = ~np.isnan(row)
-        self.values[:-1, is_known] = self.values[1:, is_known]
-        self.values[-1, is_known] = row[is_known]
-        best = self.best = np.fmin(self.best, self.values[:BLOCK].max(axis=0))
-        last = self.values[BLOCK:]
-        has_risen = last.min(axis=0) > best + self.log_ratios
-        self.best = np.where(has_risen, last.max(axis=0), best)
-        return has_risen, last.min(axis=0), best
+        is_known = ~np.isnan(values)
+        order = np.argsort(~is_known, axis=0, kind="stable")  # the known values of a column first
+        known = np.concatenate([self.values, np.take_along_axis(values, order, 0)])
+        blocks = sliding_window_view(known, BLOCK, axis=0)[1:]
+        highest, lowest = blocks.max(axis=-1), blocks.min(axis=-1)[BLOCK:]
+        best, has_risen = np.empty(values.shape), np.empty(values.shape, bool)
+        start = 0
+        while start < len(values):  # the best values change after each rise
+            earlier = np.vstack([self.best, highest[start:-BLOCK]])
+            best[start:] = np.fmin.accumulate(earlier)[1:]
+            has_risen[start:] = lowest[start:] > best[start:] + self.log_ratios
+            stop = start + np.argmax(np.append(has_risen[start:-1].any(axis=1), True))
+            self.best = np.where(has_risen[stop], highest[BLOCK + stop], best[stop])
+            start = stop + 1
+        newest = is_known.sum(axis=0) + np.arange(2 * BLOCK)[:, None]
+        self.values = np.take_along_axis(known, newest, 0)
+        place = np.argsort(order, axis=0)
+        has_risen, lowest, best = (
+            np.take_along_axis(x, place, 0) for x in (has_risen, lowest, best)
+        )
+        return has_risen, lowest, np.where(is_known, best, np.nan)
 
 
 class Streaks:
@@ -235,12 +275,23 @@ class Streaks:
         self.count, self.longest = np.zeros((2, len(least)), int)
 
     def compare(self, is_true: HostArray, is_false: HostArray) -> HostArray:
-        """Return which streaks to report in the next row; it may be unknown if they hold."""
-        self.longest[is_false] = np.maximum(self.longest, self.count)[is_false]
-        self.count = np.where(is_false, 0, self.count + is_true)
-        return is_true & (self.count == np.maximum(2 * self.longest, self.least))
+        """Return which streaks to report in the next rows, bool[rows, conditions].
+
+        In a row in which a condition is neither true nor false, its streak goes on.
+        """
+        count = run_lengths(is_true, is_false, self.count)
+        highest = np.maximum.accumulate(np.maximum(count, np.maximum(self.longest, self.count)))
+        ended = np.maximum.accumulate(np.where(is_false, highest, 0))
+        longest = np.maximum(self.longest, ended)
+        self.count, self.longest = count[-1], longest[-1]
+        return is_true & (count == np.maximum(2 * longest, self.least))
 
 
-def _last(count: int, old: HostArray, new: HostArray) -> HostArray:
-    """Return the last rows of two arrays, as float32 because medians of float64 are slow."""
-    return np.concatenate([old, new.astype(np.float32)], dtype=np.float32)[-count:]
+def _append(old: HostArray, new: HostArray) -> HostArray:
+    """Append rows to the last _KEPT ones, as float32 because medians of float64 are slow."""
+    return np.concatenate([old[-_KEPT:], new.astype(old.dtype)])
+
+
+def _before(ends: HostArray, values: HostArray, count: int) -> HostArray:
+    """Return the `count` rows before each end, float[ends, columns, count]."""
+    return sliding_window_view(values, count, axis=0)[ends - count]

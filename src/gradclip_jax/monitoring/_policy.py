@@ -12,6 +12,8 @@ FORGET steps, the transitions are:
 | | | were left out were not the cause, and are used again |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
+| running | parameters that a finite update made non-finite, n < 3 | pending, `rewind`; n + 1 |
+| running | the same, n = 3 | pending, `stop` |
 | running | a reason to stop | pending, `stop` |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
 | pending | more rows | the same action again |
@@ -33,26 +35,20 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK
+from ._outliers import BLOCK, GAP, WINDOW, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
-"""Rows without an incident before a save is proposed, and after a checkpoint before it is good."""
+"""Rows without an incident before a save is proposed, and after a checkpoint before it is good. A
+stretch that has not ended after so many rows, doubled after each rewind but not after "lower",
+leads to a rewind, and so do as many consecutive skipped steps."""
 
-BAD_ROWS, GAP = 3, 8
-"""A stretch has at least so many bad rows, with at most `GAP` other rows between two of them."""
-
-STUCK = 32
-"""Rows after which a stretch that has not ended leads to a rewind, doubled after each rewind; also
-the number of consecutive skipped steps that lead to one."""
+BAD_ROWS = 3
+"""A stretch has at least so many bad rows, with at most GAP other rows between two of them."""
 
 MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
 after which earlier rewinds no longer count."""
-
-LASTING = 8
-"""Rows from an incident on to which its threshold for the loss applies. With more rows, the good
-batches with which a loss recovers would be left out as well."""
 
 LONGEST_WINDOW = 1000
 """A window of an accumulation with more calls never closes."""
@@ -147,7 +143,8 @@ class Evidence(NamedTuple):
 
     Attributes:
         step: Step at which the evidence is complete.
-        action: "rewind" or "stop".
+        action: "rewind", "stop", or "restore", a rewind that neither batches nor the learning rate
+            have caused.
         reason: Description.
         batch_ids: Batches to leave out.
         first: First step that is bad.
@@ -218,10 +215,13 @@ class Policy:
             self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
         is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
-        num_quiet = _run_lengths(~(is_bad | np.isin(rows.step, suspicious)))
+        is_suspicious = is_bad | np.isin(rows.step, suspicious)
+        num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
         no_rewind = ""
-        evidence = _evidence(rows, is_bad, num_rewinds)
+        # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
+        patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
+        evidence = _evidence(rows, is_bad, num_rewinds, patience)
         # Of two reasons at the same step, one to rewind wins over one to stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
@@ -260,7 +260,9 @@ class Policy:
         last, action, reason = self.last, found.action, found.reason
         has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
         may_continue = last.is_open and num_rewinds == 1
-        if action == "rewind" and num_rewinds > 0:
+        if action == "restore":
+            action = "rewind"
+        elif action == "rewind" and num_rewinds > 0:
             if last.action == "lower":
                 action, reason = "stop", f"{reason}; earlier rewinds did not help"
             elif num_rewinds >= MOST_REWINDS or (has_returned and not may_continue):
@@ -289,8 +291,8 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evidence]:
-    """Yield all reasons to rewind or to stop."""
+def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) -> Iterator[Evidence]:
+    """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
     is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
     window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
 
@@ -303,12 +305,13 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
             first = int(rows.step[max(t + 1 - max(num, 1), 0)])
             left_out = batch_ids(window[t] - num + 1, window[t])
             yield Evidence(step, action, f"step {step}: {reason}", left_out, first)
-    steps, bad = rows.step[is_closed], window[is_bad]
+    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], window[is_bad]
+    last = -1
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
-        if len(stretch) >= BAD_ROWS:
-            first, last = int(stretch[0]), int(stretch[-1])
+        if len(stretch) >= BAD_ROWS and stretch[0] > last:
+            first, last = int(stretch[0]), _last_bad(losses, stretch)
             known, is_open = last + GAP + 1, False
-            if known >= len(steps) and len(steps) - first >= STUCK * 2**num_rewinds:
+            if known >= len(steps) and len(steps) - first >= patience:
                 known, is_open = len(steps) - 1, True
             if known < len(steps):
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
@@ -316,6 +319,22 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int) -> Iterator[Evide
                 reason += ", and they go on" if is_open else ""
                 found = "rewind", reason, batch_ids(first, last), int(steps[first]), is_open
                 yield Evidence(int(steps[known]), *found)
+
+
+def _last_bad(losses: HostArray, stretch: HostArray) -> int:
+    """Return the index of the last row before the losses have recovered from a stretch.
+
+    A loss has recovered if it is below the middle between the usual loss before the stretch and the
+    lowest loss of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
+    of a classifier that has become useless may be below them.
+    """
+    first, last = int(stretch[0]), int(stretch[-1])
+    before, lowest = losses[max(first - WINDOW, 0) : first], np.nanmin(losses[stretch])
+    if not (len(before) and np.isfinite(lowest)):
+        return last
+    is_high = ~(losses[last + 1 :] < (np.median(before) + lowest) / 2)
+    high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
+    return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])
 
 
 def _single_rows(
@@ -328,13 +347,21 @@ def _single_rows(
     """
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = _run_lengths(is_bad, is_closed), _run_lengths(is_skipped, is_closed)
-    num_open = _run_lengths(rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW))
-    _, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
+    num_bad, num_skipped = (
+        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
+    )
+    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
+    num_open = run_lengths(is_open, ~is_open)
+    _, update, parameter = is_finite = np.isfinite(rows.norms[:, :, 0]).T
     is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
-    yield "rewind", "non-finite parameters", is_fatal, np.maximum(num_bad, 1)
+    # The norm of the parameters is that before the update.
+    was_finite = np.append(False, (is_finite.all(0) & rows.has(Outcome.HAS_UPDATE))[:-1])
+    is_hardware = ~parameter & was_finite
+    reason = "hardware: non-finite parameters after a finite update"
+    yield ("restore" if num_rewinds < MOST_REWINDS else "stop"), reason, is_hardware, none
+    yield "rewind", "non-finite parameters", is_fatal & ~is_hardware, np.maximum(num_bad, 1)
     yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
-    yield "rewind", f"{STUCK} consecutive skipped steps", num_skipped == STUCK, num_skipped
+    yield "rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped
     yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
     never = f"no window closed in {LONGEST_WINDOW} calls"
     yield "stop", never, num_open > LONGEST_WINDOW, none
@@ -358,15 +385,9 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
             is_outlier |= rows.step == x.step
         if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
             first = x.step - BLOCK + 1 if "risen" in kinds else x.step
-            is_near = (rows.step >= first) & (rows.step < x.step + LASTING)
+            is_near = (rows.step >= first) & (rows.step < x.step + GAP)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
     return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
-
-
-def _run_lengths(is_true: HostArray, is_counted: HostArray | bool = True) -> HostArray:
-    """Return the number of consecutive true elements up to each one, among those that count."""
-    total = np.cumsum(is_true & is_counted)
-    return total - np.maximum.accumulate(np.where(is_counted & ~is_true, total, 0))
 
 
 def check_same_log(report: Report) -> None:

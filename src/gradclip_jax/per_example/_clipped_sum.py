@@ -20,7 +20,7 @@ from .._devices import device_count, fusion_barrier
 from .._types import Array, Scalar
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import is_explicit, sum_over, varying_axes
-from ._factored import Factored, Value, as_wide_array
+from ._factored import Convolution, Factored, Value, as_wide_array
 from ._gram import norm_of, root, squared_norm, sum_squares
 from ._loss import Outputs, part_of
 
@@ -172,6 +172,8 @@ def _select(keep: Array, grads: Sequence[Value]) -> list[Value]:
 
 def _weighted_sum(value: Value, factors: Array) -> Array:
     """Multiply per-example gradients by factors and sum over examples in float32 or wider."""
+    if isinstance(value, Convolution):
+        return as_wide_array(value.weighted_sum(factors))
     if isinstance(value, Factored):
         scaled = jax.vmap(Factored.scale)(value, factors)
         return as_wide_array(scaled.stack(len(factors), summed=True))

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from .._devices import fusion_barrier
 from .._types import Array
-from ._factored import Factored, Value, as_array, as_factored
+from ._factored import Convolution, Factored, Value, as_array, as_factored
 from ._rules import RULES, aval_of
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
@@ -117,9 +117,12 @@ def _follow(
         operands = fusion_barrier([jnp.asarray(x) for x in operands])
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
-    rule, is_any_lazy = RULES.get(name), any([isinstance(x, Factored) for x in operands])
+    if name != "convert_element_type":
+        operands = [as_factored(x) if isinstance(x, Convolution) else x for x in operands]
+    is_any_lazy = any([isinstance(x, Factored | Convolution) for x in operands])
+    rule = RULES.get(name)
     result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
-    return [result] if isinstance(result, Factored) else result
+    return [result] if isinstance(result, Factored | Convolution) else result
 
 
 # Loops
@@ -181,7 +184,8 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
             start = {**zeros, **carry}
             outs = evaluate(closed, [*consts, *[start[i] for i in range(count)], *x], chosen)
             added = {i: as_factored(outs[i]) for i in lazy}
-            return {i: outs[i] for i in carry}, (added, outs[count:])
+            rows = [as_factored(y) if isinstance(y, Convolution) else y for y in outs[count:]]
+            return {i: outs[i] for i in carry}, (added, cast(list[Value], rows))
 
         carry: Values = {i: as_array(x) for i, x in enumerate(init) if i not in lazy}
         return lax.scan(body, carry, xs, p["length"], reverse=p["reverse"], unroll=p["unroll"])

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -194,12 +194,129 @@ class Factored:
         return product <= 2 * sum(f.array.size for term in self.terms for f in term.factors)
 
 
+class ConvolutionSpec(NamedTuple):
+    """The convolution that computes a kernel gradient, with one number for each image axis.
+
+    Attributes:
+        groups: Number of groups of the channels.
+        strides: Distance between image positions that adjacent kernel elements multiply.
+        dilation: Distance between image positions that adjacent output gradients multiply.
+        interior: Dilation of the images.
+        padding: Padding at the start and the end of the images.
+        out: Axes of the input channels, the output channels and the image in the gradient.
+    """
+
+    groups: int
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    interior: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    out: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Convolution:
+    """The gradient of a convolution kernel, represented by images and output gradients.
+
+    Image patches have as many elements as the images times the kernel size, so they are extracted
+    only if another operation uses the gradient (`patches`).
+
+    Attributes:
+        shape: Shape of the kernel.
+        dtype: Dtype of the gradient.
+        images: Images, of shape [groups * input channels, number, *image axes].
+        grads: Output gradients, of shape [groups * output channels, number, *output axes].
+        spec: The convolution of both that computes the gradient.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    images: Array
+    grads: Array
+    spec: ConvolutionSpec
+
+    def padded(self) -> Array:
+        """Pad and dilate the images, and split groups from channels."""
+        pairs = zip(self.spec.padding, self.spec.interior, strict=True)
+        widths = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in pairs)]
+        padded = lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
+        return padded.reshape(self.spec.groups, -1, *padded.shape[1:])
+
+    def grouped_grads(self) -> Array:
+        """Split groups from the channels of the output gradients."""
+        return self.grads.reshape(self.spec.groups, -1, *self.grads.shape[1:])
+
+    def patches(self) -> Factored:
+        """Represent the gradient by image patches and output gradients."""
+        patches, grads, spec = self.padded(), self.grouped_grads(), self.spec
+        kernel = [self.shape[i] for i in spec.out[2:]]
+        # Split each image axis into a kernel position and an output position.
+        axes = zip(kernel, self.grads.shape[2:], spec.strides, spec.dilation, strict=True)
+        for i, (count, width, stride, dilation) in enumerate(axes):
+            axis, length = 3 + 2 * i, (width - 1) * dilation + 1
+            starts = [stride * c for c in range(count)]
+            rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
+            patches = jnp.stack(rows, axis)
+        # The labels stand for groups, input channels, output channels, images and positions.
+        g, b, o, c = range(4)
+        y, k = (tuple(range(first, 4 + 2 * len(kernel), 2)) for first in (4, 5))
+        left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(kernel))))
+        right = Factor(grads, (g, o, c, *k))
+        labels: list[AxisLabels] = [(b,), (g, o), *((label,) for label in y)]
+        order = [labels[spec.out.index(i)] for i in range(len(spec.out))]
+        return product(ShapedArray(self.shape, self.dtype), [left, right], order)
+
+    def materialize(self) -> Array:
+        """Compute the gradient in float32 or wider."""
+        wide, spec = wide_dtype(self.images.dtype, self.grads.dtype), self.spec
+        specs = tuple(range(len(spec.out)))
+        return lax.conv_general_dilated(
+            self.images.astype(wide),
+            self.grads.astype(wide),
+            spec.strides,
+            spec.padding,
+            lhs_dilation=spec.interior,
+            rhs_dilation=spec.dilation,
+            dimension_numbers=lax.ConvDimensionNumbers(specs, specs, spec.out),
+            batch_group_count=spec.groups,
+            precision=lax.Precision.HIGHEST,
+        )
+
+    def weighted_sum(self, factors: Array) -> "Convolution":
+        """Represent the sum over a batch of kernel gradients that are multiplied by factors.
+
+        The examples of the batch, along the leading axis, become images of one example.
+        """
+        dtype = wide_dtype(self.grads.dtype, factors.dtype)
+        scale = factors.astype(dtype).reshape(-1, *[1] * (self.grads.ndim - 1))
+
+        def joined(x: Array) -> Array:
+            return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+        return replace(
+            self, images=joined(self.images), grads=joined(self.grads.astype(dtype) * scale)
+        )
+
+    def is_small(self) -> bool:
+        """Return whether the product has at most as many elements as the Gram matrices.
+
+        `_gram` needs two matrices of all pairs of pixels, and two of all pairs of positions for
+        each of images and output gradients.
+        """
+        number, *image = self.images.shape[1:]
+        axes = zip(image, self.spec.padding, self.spec.interior, strict=True)
+        pixels = number * math.prod([(n - 1) * d + 1 + low + high for n, (low, high), d in axes])
+        positions = math.prod(self.grads.shape[1:])
+        return math.prod(self.shape) <= self.spec.groups * (2 * pixels**2 + 4 * positions**2)
+
+
 jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
 jax.tree_util.register_dataclass(Term, ["factors"], ["axes"])
 jax.tree_util.register_dataclass(Factored, ["terms"], ["shape", "dtype"])
+jax.tree_util.register_dataclass(Convolution, ["images", "grads"], ["shape", "dtype", "spec"])
 
-Value: TypeAlias = Array | Factored
-"""An ordinary array or a sum of products of factors."""
+Value: TypeAlias = Array | Factored | Convolution
+"""An ordinary array, a sum of products of factors, or the gradient of a convolution kernel."""
 
 
 def product(
@@ -223,7 +340,9 @@ def product(
 
 
 def as_factored(value: Value) -> Factored:
-    """Convert an ordinary array to a sum with a single term and a single factor."""
+    """Convert any value to a sum of products; an array is one term with a single factor."""
+    if isinstance(value, Convolution):
+        return value.patches()
     if isinstance(value, Factored):
         return value
     array = jnp.asarray(value)
@@ -236,6 +355,8 @@ def as_factored(value: Value) -> Factored:
 
 def as_array(value: Value) -> Array:
     """Materialize a factored array, and return an ordinary array unchanged."""
+    if isinstance(value, Convolution):
+        return value.materialize().astype(value.dtype)
     if not isinstance(value, Factored):
         return value
     terms = [_multiply(term).astype(value.dtype) for term in value.terms]
@@ -245,7 +366,7 @@ def as_array(value: Value) -> Array:
 def as_wide_array(value: Value) -> Array:
     """Materialize a gradient in float32 or wider, as required for summing clipped gradients."""
     wide = wide_dtype(value.dtype)
-    value = replace(value, dtype=wide) if isinstance(value, Factored) else value
+    value = replace(value, dtype=wide) if isinstance(value, Factored | Convolution) else value
     return as_array(value).astype(wide)
 
 

@@ -7,6 +7,7 @@ between tokens, overflow or underflow makes a norm inaccurate, so that the gradi
 must be materialized. The bound does not include the rounding error of a plain sum.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,16 @@ from jax import lax
 from .._types import Array, Scalar
 from ..norms._leaves import norm_dtype, wide_dtype
 from ..norms._norm import squares, sum_of_squares
-from ._factored import AxisLabels, Factor, Factored, Term, Value, as_wide_array, einsum
+from ._factored import (
+    AxisLabels,
+    Convolution,
+    Factor,
+    Factored,
+    Term,
+    Value,
+    as_wide_array,
+    einsum,
+)
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
 # error that `_gram` measures. It is an empirical margin: on a CPU, the measured error alone was
@@ -48,6 +58,8 @@ def root(total: Array, bound: Array) -> Array:
 def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
+    if isinstance(value, Convolution) and not value.is_small():
+        return _convolution_square(value, zero)
     terms = gram_terms(value)
     return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value)), zero)
 
@@ -150,17 +162,63 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
         return gram, gram, jnp.zeros(())
     own = set(f.labels[1:]) - {k for g in term.factors if g is not f for k in g.labels}
     shared = [k for k in f.labels[1:] if k not in own]
-    array = einsum([f, other], (*shared, n, n + 1))
+    labels = (*shared, n, n + 1)
+    array, bound, share = _with_error(einsum([f, other], labels), f, (*shared, n))
+    return Factor(array, labels), Factor(bound, labels), share
+
+
+def _with_error(array: Array, f: Factor, rows: AxisLabels) -> tuple[Array, Array, Scalar]:
+    """Return a Gram matrix, a bound on its elements, and its relative error."""
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
     # The square of a number that is not zero may underflow, but must not be zero.
     dtype = norm_dtype([array])
     each = jnp.maximum(squares(f.array, dtype), float(jnp.finfo(dtype).tiny))
-    sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], (*shared, n))
+    sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], rows)
     # Below 2^10 * `_FLOOR`, the bound includes `_FLOOR`, which exceeds a relative error of 2^-10.
     off = jnp.abs(diagonal - sizes) / jnp.where(sizes > 2**10 * _FLOOR, sizes, 1)
-    gram = Factor(array, (*shared, n, n + 1))
     bound = jnp.abs(array) + jnp.where(sizes > 0, _FLOOR, 0)[..., None]
-    return gram, replace(gram, array=bound), jnp.max(off, initial=0)
+    return array, bound, jnp.max(off, initial=0)
+
+
+def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scalar]:
+    """Return the squared norm of a kernel gradient and its error bound, without image patches.
+
+    The inner product of two patches is the sum, over positions in the kernel, of the products of
+    two pixels. Thus the Gram matrix of patches is a sum of slices of the Gram matrix of pixels.
+    """
+    spec = value.spec
+    (pixels, bound, off), (grads, grad_bound, grad_off) = map(
+        _position_gram, (value.padded(), value.grouped_grads())
+    )
+    kernel = [value.shape[i] for i in spec.out[2:]]
+    axes = list(zip(kernel, value.grads.shape[2:], spec.strides, spec.dilation, strict=True))
+
+    def over_patches(gram: Array) -> Array:
+        for i, (count, width, stride, dilation) in enumerate(axes):
+            length = (width - 1) * dilation + 1
+            slices: list[Array] = []
+            for start in range(0, stride * count, stride):
+                part = gram
+                for axis in (2 + i, 3 + len(axes) + i):
+                    part = lax.slice_in_dim(part, start, start + length, dilation, axis)
+                slices.append(part)
+            gram = functools.reduce(jnp.add, slices)
+        return gram
+
+    total = jnp.sum(over_patches(pixels) * grads).real
+    size = jnp.sum(over_patches(bound) * grad_bound)
+    depth = _ROUNDING + sum(kernel)
+    return total, (depth * jnp.finfo(zero.dtype).eps + off + grad_off) * size
+
+
+def _position_gram(array: Array) -> tuple[Array, Array, Scalar]:
+    """Return the Gram matrix over all axes but groups and channels, as in `_with_error`."""
+    groups, channels, *positions = array.shape
+    f = Factor(array.reshape(groups, channels, -1), (0, 1, 2))
+    gram = einsum([f, Factor(jnp.conj(f.array), (0, 1, 3))], (0, 2, 3))
+    array, bound, off = _with_error(gram, f, (0, 2))
+    shape = (groups, *positions, *positions)
+    return array.reshape(shape), bound.reshape(shape), off
 
 
 def _inner(left: Term, right: Term) -> Scalar:

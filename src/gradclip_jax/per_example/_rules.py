@@ -30,7 +30,16 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from .._types import Array
-from ._factored import AxisLabels, Factor, Factored, Term, Value, as_factored, product
+from ._factored import (
+    Convolution,
+    ConvolutionSpec,
+    Factor,
+    Factored,
+    Term,
+    Value,
+    as_factored,
+    product,
+)
 
 
 class PrimitiveRule(NamedTuple):
@@ -44,7 +53,7 @@ class PrimitiveRule(NamedTuple):
         starts: Whether the rule can return a product of factors although no operand is one.
     """
 
-    apply: Callable[..., Factored | list[Factored] | None]
+    apply: Callable[..., Factored | Convolution | list[Factored] | None]
     follows: Sequence[int] | Callable[[JaxprEqn], Sequence[int]] = (0,)
     starts: bool = False
 
@@ -130,41 +139,23 @@ def _added_to(eqn: JaxprEqn) -> Sequence[int]:
     return (0,) if len(eqn.params["dimension_numbers"].update_window_dims) < 2 else (0, 2)
 
 
-def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Factored | None:
-    """Represent the gradient of a convolution kernel by image patches and output gradients.
+def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Convolution | None:
+    """Represent the gradient of a convolution kernel by the images and the output gradients.
 
-    The kernel gradient is itself a convolution of the input images with the output gradient. Each
-    output position of this convolution is a position in the kernel.
+    The kernel gradient is itself a convolution of the input images with the output gradient. As in
+    `Factored.is_small`, it is materialized if it has at most twice as many elements as these.
     """
     p, aval = eqn.params, aval_of(eqn.outvars[0])
-    if p["feature_group_count"] != 1 or 0 in aval.shape:
+    is_large = 0 < 2 * (lhs.size + rhs.size) < math.prod(aval.shape)
+    if p["feature_group_count"] != 1 or not is_large:
         return None
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
-    lhs, rhs = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
-    groups, window = p["batch_group_count"], rhs.shape[2:]
-    n, features, *positions = (aval.shape[i] for i in out_spec)
-    # Compare sizes before extracting patches, because most kernels are smaller than patches.
-    size = groups * n * lhs.shape[1] * math.prod((*positions, *window))
-    if math.prod(aval.shape) <= size + rhs.size:
-        return None
-    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
-    widths = [(0, 0, 0), (0, 0, 0), *((int(a), int(b), int(d) - 1) for (a, b), d in pairs)]
-    patches = lax.pad(lhs, jnp.zeros((), lhs.dtype), widths)
-    # Split each image axis into an output position and a position within the kernel window.
-    axes = zip(positions, window, p["window_strides"], p["rhs_dilation"], strict=True)
-    for i, (count, width, stride, dilation) in enumerate(axes):
-        axis, length = 2 + 2 * i, (width - 1) * dilation + 1
-        starts = [stride * c for c in range(count)]
-        rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
-        patches = jnp.stack(rows, axis)
-    # The labels stand for groups, batch, output features, input features, positions and windows.
-    g, b, o, c = range(4)
-    y, k = (tuple(range(first, 4 + 2 * len(window), 2)) for first in (4, 5))
-    patches = patches.reshape(groups, n, *patches.shape[1:])
-    left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(window))))
-    right = Factor(rhs.reshape(groups, features // groups, *rhs.shape[1:]), (g, o, c, *k))
-    labels: list[AxisLabels] = [(b,), (g, o), *((label,) for label in y)]
-    return product(aval, [left, right], [labels[out_spec.index(i)] for i in range(len(out_spec))])
+    images, grads = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
+    names = ("window_strides", "rhs_dilation", "lhs_dilation")
+    strides, dilation, interior = (tuple(map(int, p[name])) for name in names)
+    padding = tuple([(int(low), int(high)) for low, high in p["padding"]])
+    spec = ConvolutionSpec(p["batch_group_count"], strides, dilation, interior, padding, out_spec)
+    return Convolution(aval.shape, aval.dtype, images, grads, spec)
 
 
 # Linear operations on factored gradients
@@ -180,7 +171,7 @@ def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Factored | None:
     return new if new.shape == aval.shape else None
 
 
-def _cast(eqn: JaxprEqn, x: Factored) -> Factored | None:
+def _cast(eqn: JaxprEqn, x: Factored | Convolution) -> Factored | Convolution | None:
     # Casts to integers or booleans, and between real and complex, are not linear.
     kind = jnp.complexfloating if jnp.issubdtype(x.dtype, jnp.complexfloating) else jnp.floating
     new = eqn.params["new_dtype"]

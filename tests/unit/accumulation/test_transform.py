@@ -319,13 +319,3 @@ def test_a_parameter_without_gradient_stays_as_it_is(every):
 
 
 # --- errors; tests/unit/test_bad_calls.py has the others ------------------------------------
-
-
-def test_an_error_of_the_inner_optimizer_is_its_own():
-    def update(updates, state, params=None):
-        raise TypeError("mine")
-
-    tx = gcx.accumulate_gradients(optax.GradientTransformation(lambda params: (), update), 2)
-    params = params_like("bfloat16")
-    with pytest.raises(TypeError, match="^mine"):
-        tx.update(params, tx.init(params), params)

@@ -166,15 +166,3 @@ def test_a_weakly_typed_inner_state_is_traced_once():
 
 
 # With windows
-
-
-@pytest.mark.parametrize("guard", [GUARDS["check of steps"], GUARDS["both"]])
-def test_a_run_of_nan_that_flushes_empty_windows_fails(guard):
-    tx = guard(gcx.accumulate_gradients(optax.sgd(0.1), 4), max_consecutive_skips=6)
-    params = jnp.zeros(2)
-    state, update, flush = tx.init(params), jax.jit(tx.update), jax.jit(partial(gcx.flush, tx))
-    for i in range(6):
-        _, state = update(jnp.full(2, jnp.nan), state, params)
-        if i % 2:
-            _, state = flush(state, params)
-    assert state.guard_failed and state.consecutive_skips == 6

@@ -128,6 +128,7 @@ def test_float64_is_not_looked_at_in_float32():
         assert verdict(optax.scale(1.0), {"a": grads, "b": jnp.ones(2, jnp.float32)})
         assert not verdict(to_float32, jnp.full(3, 1e250, jnp.float64))
         assert not verdict(to_float32, jnp.full(3, jnp.inf, jnp.float64))
+        assert verdict(optax.scale(1.0), jnp.full(1, 1e20, jnp.float64), check="gradient")
 
 
 # By default the squares of the gradient have to be finite.

@@ -1,6 +1,7 @@
 """`python -m gradclip_jax LOG`: incidents, a summary, suggestions and a plot of any log."""
 
 import importlib.util
+import json
 import pathlib
 import runpy
 import sys
@@ -81,3 +82,24 @@ def test_a_nan_inside_a_streak_is_printed(capsys):
     assert main(["train.log"]) == 0
     printed = capsys.readouterr().out
     assert "step 104: " in printed and "step 105: " not in printed
+
+
+def test_a_long_log_needs_few_calls_of_functions_for_each_row(capsys):
+    rng, counts = np.random.default_rng(0), []
+
+    def count(frame, event, argument):
+        counts[-1] += event in ("call", "c_call")
+
+    for size in 10_000, 30_000:
+        loss, norm = 2 + 0.05 * rng.standard_normal(size), np.exp(0.1 * rng.standard_normal(size))
+        loss[size // 2], norm[size // 2] = 9.0, 40.0
+        columns = zip(range(size), loss, norm, strict=True)
+        lines = (dict(zip(("step", "loss", "grad_norm"), x, strict=True)) for x in columns)
+        pathlib.Path("long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        counts.append(0)
+        sys.setprofile(count)
+        main(["long.jsonl"])
+        sys.setprofile(None)
+        assert f"step {size // 2}: applied, gradient norm 40" in capsys.readouterr().out
+    num_calls = (counts[1] - counts[0]) / 20_000
+    assert num_calls < 40  # 200 if each row is compared on its own

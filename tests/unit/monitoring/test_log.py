@@ -262,6 +262,7 @@ VALUES = st.recursive(
 LINES = st.dictionaries(WORDS | st.text(max_size=9), VALUES, max_size=6).map(json.dumps)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(LINES | st.text() | WORDS, max_size=6), st.sampled_from(["a.log", "a.csv", "a.json"])
 )

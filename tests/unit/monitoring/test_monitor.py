@@ -182,9 +182,20 @@ def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, res
 def test_a_state_that_was_restored_rewinds_before_the_next_step():
     monitor, state = gcx.Monitor(PARAMS), TX.init(PARAMS)
     early = train(state, 0, 5)
-    monitor.read(train(early, 5, 10))
-    assert monitor.read(early).step == 5
+    late = train(early, 5, 10)
+    monitor.read(late)
+    assert not monitor.read(late).incidents
+    report = monitor.read(early)
+    assert (report.step, [x.kinds for x in report.incidents]) == (5, [("state",)])
     assert monitor.read(train(early, 5, 7)).rows.step.tolist() == [5, 6]
+
+
+def test_a_rewind_after_which_all_rows_repeat_exactly_counts():
+    monitor, first, actions = gcx.Monitor(PARAMS), TX.init(PARAMS), []
+    for _ in range(3):
+        state = train(first, 0, 12, bad=range(5, 8))
+        actions += [monitor.read(state, saved=[0]).action for _ in range(2)]
+    assert actions == [*["rewind"] * 2, *["lower"] * 2, *["stop"] * 2]
 
 
 def test_a_state_that_goes_back_without_a_rewind_is_one_incident():
@@ -197,8 +208,7 @@ def test_a_state_that_goes_back_without_a_rewind_is_one_incident():
 
 def test_rows_with_equal_norms_and_another_loss_are_new():
     def state(loss):
-        update = TX.update(grads_of(0), TX.init(PARAMS), PARAMS, value=loss)
-        return update[1]
+        return UPDATE(grads_of(0), TX.init(PARAMS), PARAMS, value=loss, batch_id=0)[1]
 
     monitor = gcx.Monitor(PARAMS)
     assert monitor.read(state(2.0)).rows.loss.tolist() == [2.0]
@@ -311,16 +321,3 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     figure.savefig(tmp_path / "run.png")
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
     assert titles(figure) == ["loss", "gradient norm"]
-
-
-def test_a_state_that_goes_back_after_an_empty_read_is_an_incident():
-    params = {"w": jnp.ones(2)}
-    tx = gcx.watch(optax.sgd(0.1))
-    states = [tx.init(params)]
-    for _ in range(9):
-        states.append(tx.update(params, states[-1], params)[1])
-    monitor = gcx.Monitor(params)
-    monitor.read(states[9])
-    assert not monitor.read(states[9]).incidents
-    (incident,) = monitor.read(states[5]).incidents
-    assert incident.kinds == ("state",)

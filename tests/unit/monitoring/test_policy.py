@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._policy import DECISION, LASTING, Policy
+from gradclip_jax.monitoring._policy import DECISION, Policy
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
@@ -129,7 +129,7 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     run, loss = Run(saved=[0]), dict.fromkeys(range(50, 70), 30.0) | {75: 10.0}
     run.incidents.append(Incident(50, ("loss",), loss_threshold=15.0))
     assert run.read(100, loss=loss) == "rewind"
-    assert run.last.batch_ids == list(range(50, 50 + LASTING))
+    assert run.last.batch_ids == list(range(50, 70))
 
 
 @pytest.mark.parametrize("kinds", [("risen",), ("loss", "growth")])
@@ -153,6 +153,33 @@ def test_batches_that_were_not_the_cause_are_given_back_and_the_learning_rate_is
         run.rewind()
     assert actions == ["rewind", "lower", "stop"] and left_out[0] > 0 == left_out[1]
     assert run.last.num_lowers == 1 and "earlier rewinds did not help" in run.last.reason
+
+
+def test_a_stretch_of_a_loss_near_the_threshold_goes_on_until_the_loss_has_recovered():
+    run, loss = Run(saved=[0]), dict.fromkeys(range(50, 90), 1.4) | dict.fromkeys(range(50), 1.0)
+    loss |= dict.fromkeys(range(90, 120), 1.1)
+    assert run.read(62, bad=[50, 51, 52], loss=loss) == "continue"
+    assert run.read(58, loss=loss) == "rewind" and run.last.batch_ids == list(range(50, 90))
+
+
+def test_after_lower_a_stretch_of_32_rows_that_goes_on_stops_the_run():
+    run, actions = Run(saved=[0]), []
+    for _ in range(2):
+        actions.append(run.read(62, bad=[50, 51, 52]))
+        run.rewind()
+    actions.append(run.read(82, bad=range(50, 82)))
+    assert actions == ["rewind", "lower", "stop"]
+
+
+def test_parameters_that_a_finite_update_made_nonfinite_are_restored_and_no_batch_is_left_out():
+    run, actions = Run(saved=[0]), []
+    for _ in range(4):
+        norms = dict.fromkeys((50, 51, 52), np.array([[1.0], [1.0], [np.nan]]))
+        outcome = dict.fromkeys(range(50), int(GOOD | Outcome.HAS_UPDATE))
+        actions.append(run.read(62, norms=norms, outcome=outcome))
+        assert run.last.batch_ids == [] and "hardware" in run.last.reason
+        run.rewind()
+    assert actions == ["rewind", "rewind", "rewind", "stop"]
 
 
 @pytest.mark.parametrize("restarts", [False, True])

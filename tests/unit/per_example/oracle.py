@@ -5,7 +5,7 @@ import numpy as np
 
 import gradclip_jax as gcx
 from compat import x64
-from gradclip_jax.per_example._factored import as_factored
+from gradclip_jax.per_example._factored import Convolution, as_factored
 from gradclip_jax.per_example._gram import gram_terms
 from gradclip_jax.per_example._loss import Loss
 
@@ -76,8 +76,8 @@ def assert_sound(loss, params, batch, max_norm=None, *, rtol=1e-5, atol=0.0, of_
 def methods(loss, params, batch):
     """How the norm of each weight is computed, by path.
 
-    "gram" (from factors), "product" (from a product that is smaller than its factors) or
-    "materialized" (an ordinary array).
+    "gram" (from factors), "pixels" (from images), "product" (from a product that is smaller than
+    its factors) or "materialized" (an ordinary array).
     """
     found = {}
 
@@ -89,6 +89,8 @@ def methods(loss, params, batch):
             terms = as_factored(grad).terms
             is_plain = len(terms) > 0 and all(len(term.factors) == 1 for term in terms)
             method = "materialized" if is_plain else "product"
+            if isinstance(grad, Convolution) and not grad.is_small():
+                method = "pixels"
             found[jax.tree_util.keystr(path)] = "gram" if gram_terms(grad) else method
         return outputs.value
 

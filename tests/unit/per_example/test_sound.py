@@ -215,3 +215,58 @@ def test_the_program_has_no_more_gradients_of_activations_than_an_ordinary_one()
     for gradient_of_logits in ("f32[2,8,60] = pad[", "f32[2,8,60] = add"):
         assert ours.count(gradient_of_logits) == ordinary.count(gradient_of_logits)
     assert [ours.count(f"f32[2,{n},24] = dot_general[") for n in (7, 8)] == [0, 1]
+
+
+def convolution(kernel, image, **options):
+    options = {"window_strides": (1, 1), "padding": "SAME", **options}
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(image, kernel, dimension_numbers=numbers, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (2, 1), "padding": ((1, 2), (-1, 1))},
+        {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2), "padding": ((0, 1), (2, 1))},
+        {"feature_group_count": 2},
+    ],
+    ids=["strided", "transposed", "groups"],
+)
+def test_kernel_gradient_is_measured_by_the_gram_matrix_of_pixels(options):
+    def loss(kernel, example):
+        image, grads = example
+        out = convolution(kernel, image, **options)
+        return jnp.sum(out * grads[:, : out.shape[1], : out.shape[2]])
+
+    channels, groups = 96, options.get("feature_group_count", 1)
+    image, grads = array(5, 2, 3, 3, channels), array(5, 2, 4, 4, channels, seed=1)
+    image[1], grads[1] = 1.1, 0.7  # equal numbers, which a product adds in order
+    image[2], grads[2] = image[2] * 1e12, grads[2] * 1e-12
+    image[3, 1], grads[3, 1] = -image[3, 0], grads[3, 0] * 1.0001  # the two images cancel
+    image[4] *= 1e20  # the squares of pixels overflow
+    grads[4] *= 1e-3
+    kernel, batch = np.zeros((3, 3, channels // groups, channels), np.float32), (image, grads)
+    assert methods(loss, kernel, batch) == {"": "pixels"}
+    assert_sound(loss, kernel, batch, max_norm=0.5, rtol=2e-4, of_mean=2e-4)
+
+    run = jax.jit(clipped_sum(loss, 0.5, nonfinite="zero"))
+    whole = np.asarray(run(kernel, batch)[1], np.float64)
+    image[0, 0, 1, 1, 0] = np.nan
+    (_, stats), found = run(kernel, batch)
+    assert np.isnan(stats.norm[0]) and size_of(found - whole) <= 0.5 * (1 + 1e-5)
+
+
+def test_convolutions_of_small_images_keep_no_patches():
+    kernels, images = [jnp.ones((3, 3, 256, 256))] * 3, jnp.ones((512, 1, 4, 4, 256))
+
+    def loss(kernels, x):
+        return functools.reduce(lambda x, w: jnp.tanh(convolution(w, x)), kernels, x).sum()
+
+    def mean(kernels, images):
+        return jax.vmap(loss, (None, 0))(kernels, images).mean()
+
+    def scratch(run):
+        return jax.jit(run).lower(kernels, images).compile().memory_analysis().temp_size_in_bytes
+
+    ours = scratch(gcx.per_example.value_and_grad(loss, 1.0))
+    assert ours <= 3 * scratch(jax.grad(mean))
