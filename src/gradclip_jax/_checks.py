@@ -75,7 +75,7 @@ def shapes_of(tree: Tree) -> Tree:
 
 
 def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
-    """Raise if the next value of an integer in a user-defined state is not an integer."""
+    """Raise if a floating-point value would replace an integer or a bool in a rule's state."""
     if jnp.issubdtype(dtype_of(new), jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
         rule, got = "a rule whose state keeps its dtypes", f"{describe(new)} for {describe(old)}"
         raise type_error(argument, rule, got, "Return floating-point numbers from `init`.")

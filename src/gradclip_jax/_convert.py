@@ -274,9 +274,11 @@ def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
 
 def _has_same_arrays(x: Tree, y: Tree) -> bool:
     """Return whether two states have the same structure, shapes and dtypes."""
-    # The types of arrays also contain explicit shardings, which may differ.
-    x_types, y_types = (jax.tree.map(describe, jax.eval_shape(lambda x: x, y)) for y in (x, y))
-    return x_types == y_types
+
+    def types(state: Tree) -> Tree:  # without explicit shardings, which may differ
+        return jax.tree.map(describe, jax.eval_shape(lambda tree: tree, state))
+
+    return types(x) == types(y)
 
 
 # Accumulations

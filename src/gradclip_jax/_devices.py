@@ -1,9 +1,9 @@
 """Workarounds for specific backends and JAX versions, which do not change results.
 
-Code outside this module does not depend on the backend, except for conditional steps in
-`_run_if.py`. The pages `*-gpu-steps.md` and `workarounds.md` in `benchmarks/results` compare
-training steps with and without each workaround. Measure a workaround again with a newer version of
-JAX than the one that its docstring names.
+Branches on the backend are here and in `_run_if.py`. Other modules only mark, with a comment,
+operations whose form XLA requires. The pages `*-gpu-steps.md` and `workarounds.md` in
+`benchmarks/results` compare training steps with and without each workaround. Measure a workaround
+again with a newer version of JAX than the one that its docstring names.
 """
 
 import functools

@@ -65,8 +65,8 @@ def run_step(
 ) -> tuple[Tree, Tree]:
     """Return `step(carry)` if the predicate is true, otherwise zeros and the carry without a copy.
 
-    `operands` are further arguments of the step. Outside jit, `jnp.zeros_like` of an array that the
-    step closes over loses an explicit sharding while the step is traced.
+    Pass arrays that the step reads as `operands`. If it closed over them, `jnp.zeros_like` would
+    lose their explicit sharding outside jit.
 
     The step returns a pair `(output, carry)`. If the predicate is known at trace time, no branch is
     compiled. The carry keeps its dtypes and sharding. Forward- and reverse-mode differentiation use

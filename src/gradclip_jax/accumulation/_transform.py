@@ -52,11 +52,12 @@ def accumulate_gradients(
     - `weight`, a scalar >= 0, for example the number of tokens. It is converted to float32.
     - `flush`, a bool that may be traced: whether to close the window in this call.
 
-    The loss, a scalar passed as `value` or `loss`, must be equal on all devices. The call that runs
-    the inner optimizer forwards its weighted mean over the window, or its weighted sum with
-    `reduction="sum"`, if it receives a loss. An argument `grad` that is a gradient is replaced by
-    the gradient of the window in the same way. Other extra arguments are forwarded unchanged: the
-    `value_fn` of a line search must be the loss of the whole window.
+    The loss, a scalar passed as `value` or `loss`, must be equal on all devices. If the call that
+    closes the window receives a loss, the inner optimizer receives the weighted mean of the losses
+    of the window instead, or their weighted sum with `reduction="sum"`. An argument `grad`
+    that is a gradient is replaced by the gradient of the window in the same way. Other extra
+    arguments are forwarded unchanged: the `value_fn` of a line search must be the loss of the whole
+    window.
 
     A float32 sum of n equal terms has a relative error of up to 1.5e-4 for n = 1e4 and 1.5e-2 for
     n = 1e6.

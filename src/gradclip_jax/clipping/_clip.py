@@ -81,7 +81,7 @@ def clip_grad_norm(
         norm: Norm of `grads`, if it is already known, to avoid computing it again.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
-            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
+            over which leaves are equal, as after `psum` or `pmean`; see `global_norm`. `()`
             clips on each device by its own norm.
 
     Returns:
@@ -162,10 +162,14 @@ def norm_clip(
         groups = granularity.partition(leaves.arrays, updates)
         if labels is not None:
             groups = select_labels(argument, groups, labels)
-        over = axis_name if groups.is_local else ()  # mesh axes over which the norms are sharded
+        # Norms of slices differ between devices; all other norms are already reduced.
+        norm_axes = axis_name if groups.is_local else ()
 
         norms = group_norms(leaves.arrays, groups, order, axis_name)
-        total = norms.arrays[0] if norms.is_scalar else norm_of_leaves(norms.arrays, order, over)
+        if norms.is_scalar:
+            total = norms.arrays[0]
+        else:
+            total = norm_of_leaves(norms.arrays, order, norm_axes)
         is_finite = jnp.isfinite(total)
         param_norms = norms
         if uses_params:
@@ -180,7 +184,7 @@ def norm_clip(
         factors = respond(norms, thresholds, is_finite, reaction)
         clipped = _scale_leaves(leaves.arrays, factors)
 
-        metrics = _metrics(total, norms, thresholds, factors, over)
+        metrics = _metrics(total, norms, thresholds, factors, norm_axes)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
@@ -214,12 +218,14 @@ def _metrics(
 
     Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
     """
-    bound, factor = jnp.minimum(thresholds.min(UNBOUNDED), UNBOUNDED), factors.min(1.0)
+    bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
     shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
     everywhere = frozenset[str]().union(*shards)
     if everywhere:  # norms that are sharded over a mesh
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
-        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)  # infinity replaces NaN
+        bound, factor = jnp.where(
+            lowest > -jnp.inf, lowest, jnp.nan
+        )  # `max_over` returns infinity for NaN
         rows = list(zip(factors.arrays, shards, strict=True))
         counts = [jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere) for x, axes in rows]
         num_clipped = sum_over(jnp.sum(jnp.stack(counts)), everywhere)

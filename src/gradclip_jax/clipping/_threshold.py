@@ -236,12 +236,13 @@ def apply_rule(
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
     if rule.init is None:
         return threshold, state
-    keeps = is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED) | rule.counts_nonfinite
+    is_updated = rule.counts_nonfinite | (is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED))
 
     def select(new: Array, old: Array) -> Array:
         check_dtype_kept(argument, new, old)
-        new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)  # never larger
-        return jnp.where(keeps, new, old)
+        # Raises if a rule returns an array larger than the old one.
+        new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
+        return jnp.where(is_updated, new, old)
 
     return threshold, {rule.name: jax.tree.map(select, proposed, old_state)}
 

@@ -69,7 +69,7 @@ def clip_by_norm(
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
-            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
+            over which leaves are equal, as after `psum` or `pmean`; see `global_norm`. `()`
             clips on each device by its own norm, and the state then varies over devices; if it is
             returned from `shard_map`, use `clip_grad_norm`, which has no state.
 
@@ -141,7 +141,7 @@ def clip_by_global_norm(
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
-            over which leaves are equal, as in `global_norm`: nothing after `psum` or `pmean`. `()`
+            over which leaves are equal, as after `psum` or `pmean`; see `global_norm`. `()`
             clips on each device by its own norm, and the state then varies over devices; if it is
             returned from `shard_map`, use `clip_grad_norm`, which has no state.
 
@@ -236,7 +236,8 @@ def clip_by_group_norm(
         each group.
 
     Raises:
-        ValueError: If a threshold is not positive, or if no leaf has a label of `max_norms`.
+        ValueError: If a threshold is not positive, or if `max_norms` contains a label that no leaf
+            has.
         TypeError: If a threshold is not valid, or if `param_labels` is not a prefix tree of the
             updates.
 

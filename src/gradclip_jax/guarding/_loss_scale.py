@@ -181,8 +181,8 @@ def dynamic_loss_scale(
     def has_failed(state: LossScaleState, skipped: Scalar) -> Scalar:
         return skipped & (state.loss_scale <= _MIN_SCALE)
 
-    functions = {"init": init, "advance": advance, "has_failed": has_failed}
-    return wrap(guard._replace(unscale=_unscaled, **functions), inner)
+    guard = guard._replace(init=init, advance=advance, has_failed=has_failed, unscale=_unscaled)
+    return wrap(guard, inner)
 
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:

@@ -150,9 +150,18 @@ def skip_if(
     def init(params: Tree) -> Tree:
         return call_user("predicate", "init", rule.init, params)
 
-    guard = Guard("skip_if", ("other",), check, check_window=check, init=init, advance=advance)
-    options = {"trainable": trainable, "max_consecutive_skips": max_consecutive_skips}
-    return wrap(guard._replace(axis_name=axis_name, **options), inner)
+    guard = Guard(
+        "skip_if",
+        causes=("other",),
+        check=check,
+        check_window=check,
+        init=init,
+        advance=advance,
+        trainable=trainable,
+        axis_name=axis_name,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+    return wrap(guard, inner)
 
 
 def _without_state(predicate: Any) -> SkipRule:

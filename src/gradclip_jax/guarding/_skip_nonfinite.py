@@ -169,8 +169,8 @@ def has_finite_narrow_squares(tree: Tree, axis_name: AxisName) -> Scalar:
     leaves = inexact_leaves(tree)
     for dtype in {x.dtype: None for x in leaves if is_narrow(x)}:
         # Without the barrier, XLA may omit the rounding that makes these values infinite.
-        own = [fusion_barrier(x) for x in leaves if x.dtype == dtype]
-        largest = norm_of_leaves(own, math.inf, axis_name)
+        same_dtype = [fusion_barrier(x) for x in leaves if x.dtype == dtype]
+        largest = norm_of_leaves(same_dtype, math.inf, axis_name)
         is_finite &= largest <= math.sqrt(float(jnp.finfo(dtype).max))
     return is_finite
 

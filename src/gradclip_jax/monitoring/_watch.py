@@ -34,7 +34,7 @@ from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
-from ..wrappers._accumulation import micro_batch_of
+from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
 from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
@@ -182,8 +182,8 @@ def watch(
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
             after `psum` or `pmean`.
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
-            the data axis inside `shard_map` or `pmap`. None disables the check, which measures the
-            parameters whatever `of` contains.
+            the data axis inside `shard_map` or `pmap`. None disables the check. The check
+            needs the parameters, so it measures updates and parameters even if `of` lacks them.
         check_every: Number of steps between two checks of the replicas, >= 1. Each check is one
             all-reduce of one norm for each leaf or layer and device. Steps 0, `check_every`,
             `2 * check_every` and so on are checked.
@@ -545,8 +545,9 @@ def _outcome(
     They contain the outcome of the call, which norms are measured, and which arguments are passed.
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
+    has_window = bool(find_states(inner_state, AccumulationState))
     # Without an accumulation, the inner transformation may read another `weight`.
-    is_given = micro_batch_of(extra_args).is_given if "mini_step" in inner_metrics else True
+    is_given = micro_batch_of(extra_args).is_given if has_window else True
     flags |= jnp.where(is_given, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {

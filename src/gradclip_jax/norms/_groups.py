@@ -108,12 +108,12 @@ class PerGroup:
     def min(self, initial: float) -> Scalar:
         """Return the smallest number, at most `initial`."""
         if self.is_scalar:
-            return self.arrays[0]
+            return jnp.minimum(self.arrays[0], initial)
         least = functools.partial(jnp.min, initial=initial)
         return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
 
     def count(self, condition: Callable[[Array], Array]) -> Scalar:
-        """Return how many numbers satisfy a condition, in their dtype."""
+        """Return how many numbers satisfy a condition, as a number of the same dtype."""
 
         def count(numbers: Array) -> Array:
             return jnp.sum(condition(numbers), dtype=numbers.dtype)
@@ -181,8 +181,8 @@ def reduce_groups(
     Returns:
         An array like `PerGroup.arrays` for the norm groups.
     """
-    over = () if groups.is_local else axis_name
-    shards = [shard_axes(x, over) for x in leaves]
+    leaf_axes = () if groups.is_local else axis_name
+    shards = [shard_axes(x, leaf_axes) for x in leaves]
     all_axes = frozenset[str]().union(*shards)
     parts: list[list[Array]] = [[] for _ in range(groups.size)]
     for i, (x, *others) in enumerate(zip(leaves, *columns, strict=True)):
@@ -225,10 +225,10 @@ def stack_small(groups: NormGroups, *columns: Sequence[Array]) -> Stacks:
     members = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
     stacks = [stack(column, members) for column in columns]
     if groups.axes is None:
-        group_of_stack = tuple([groups.group_of_leaf[own[0]] for own in members])
+        group_of_stack = tuple([groups.group_of_leaf[first] for first, *_ in members])
         return Stacks(members, groups._replace(group_of_leaf=group_of_stack), stacks)
     # The leaves of a stack are indexed by a new axis 0.
-    axes = [tuple(a + (len(own) > 1) for a in groups.axes[own[0]]) for own in members]
+    axes = [tuple(a + (len(x) > 1) for a in groups.axes[x[0]]) for x in members]
     return Stacks(members, slice_groups(axes, is_local=groups.is_local), stacks)
 
 
@@ -250,5 +250,5 @@ def table_of_sums(
     # A leaf has one row for each slice. Sort the rows, which are in the order of the stacks.
     ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
     rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
-    order = np.concatenate([rows_of_leaf[i] for own in stacks.members for i in own])
+    order = np.concatenate([rows_of_leaf[i] for leaves in stacks.members for i in leaves])
     return table[np.argsort(order)]

@@ -1,8 +1,4 @@
-"""Mesh axes of array types, and the collectives that depend on them.
-
-Inside `shard_map`, the gradient with respect to a parameter that varies over devices remains local
-to each device.
-"""
+"""Mesh axes of array types, and the collectives that depend on them."""
 
 import math
 from typing import Any

@@ -196,7 +196,8 @@ def _reduced(
     is_sum: bool = True,
 ) -> list[Array]:
     """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
-    if groups.axes is None:  # the norms of slices of a stack would have to be separated again
+    # Slices are not stacked, because their norms would have to be taken out of the stack again.
+    if groups.axes is None:
         _, groups, (leaves,) = stack_small(groups, leaves)
     return reduce_groups(terms, leaves, groups=groups, axis_name=axis_name, is_sum=is_sum)
 
@@ -208,7 +209,7 @@ def _l2_norms_jvp(
     """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
     (leaves,), (directions,) = primals, tangents
     norms, dtype = _l2_norms(leaves, groups, axis_name), norm_dtype(leaves)
-    # A leaf without a group gets any norm.
+    # A leaf without a group gets the first norm as a placeholder; `reduce_groups` skips it.
     by_leaf = [norms.arrays[i or 0] for i in groups.group_of_leaf]
 
     def along(x: Array, axes: Axes, norm: Array, direction: Array) -> Array:

@@ -126,7 +126,10 @@ class Accumulation(NamedTuple):
         return isinstance(self.every, (int, np.integer)) and self.every == 1
 
     def has_sum(self, state: AccumulationState) -> bool:
-        """Return whether a state contains a sum; with `every=1`, one of another `every`."""
+        """Return whether a state contains a sum.
+
+        With `every=1`, a restored state may contain the sum of another `every`.
+        """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
     def length(self, gradient_step: Scalar) -> Scalar:
@@ -204,8 +207,8 @@ class Accumulation(NamedTuple):
         """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
 
         The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
-        The third result replaces the sum of gradients, whose values are not used again: it is the
-        gradient, so that both have the same buffers.
+        The third result takes the place of the sum, which is not read again. It is the gradient
+        itself, so that no other buffer is needed.
         """
         total = state.gradient.total
         if self.has_sum(state):

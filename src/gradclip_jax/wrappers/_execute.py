@@ -57,7 +57,7 @@ class _Call(NamedTuple):
         grads: The gradient as the caller passed it.
         state: State before the call.
         params: Parameters, or None.
-        observe: Function that measures updates, or None.
+        observe: Function that measures updates in place, or None.
     """
 
     wrappers: Wrappers
@@ -130,6 +130,7 @@ def execute(
     state: WrapperState,
     params: Tree,
     extra_args: ExtraArgs,
+    *,
     in_place: bool = False,
     observe: Observe | None = None,
 ) -> Result:
@@ -182,7 +183,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
 
-    # Arrays are passed, because those that `step` closes over would lose their sharding.
+    # Arrays whose zeros `step` creates are operands; see `run_step`. Others may be closed over.
     def step(
         carry: tuple[Tree, _Carry], window: AccumulationState, grads: Tree, params: Tree
     ) -> tuple[_StepResult, tuple[Tree, _Carry]]:
@@ -293,13 +294,12 @@ def _take_step(
     def run(carry: _Carry) -> tuple[tuple[Tree, Tree], _Carry]:
         before, state = carry
         current = params if before is None else before
-        given = received, state, current, extra_args
-        updates, after = run_inner(wrappers, *given)
+        arguments = received, state, current, extra_args
+        updates, after = run_inner(wrappers, *arguments)
         if before is None:
-            updates = updates_for_caller(wrappers.inner, updates, call.grads, *given)
+            updates = updates_for_caller(wrappers.inner, updates, call.grads, *arguments)
+            return (updates, None), _Carry(None, after)
         measured = None if call.observe is None else call.observe(updates, before)
-        if before is None:
-            return (updates, measured), _Carry(None, after)
         new = apply_updates(before, updates)
         return (updates if checks_step else None, measured), _Carry(new, after)
 
@@ -325,8 +325,9 @@ def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipF
         if guard.check_window is None:
             skips.append(0)
             continue
-        norm, own = guard.norm(grads), state.rule_state
-        rejections, _ = guard.check_window(grads, norm, own, call.params, extra_args)
+        norm, rule_state = guard.norm(grads), state.rule_state
+        # What the check observes is not kept: the guard advances with the micro-batch.
+        rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
         skips.append(skip_flags(rejections))
     return skips
 
@@ -361,9 +362,9 @@ def _next_state(
     has_failed = state.guard_failed > 0
     guards: list[GuardState] = []
     rows = zip(wrappers.all_guards, state.outer + state.guards, guard_calls, strict=True)
-    for guard, own, guard_call in rows:
-        guards.append(_next_guard_state(guard, own, guard_call))
-        has_failed |= guard.has_failed(own.rule_state, guard_call.skip != 0)
+    for guard, guard_state, guard_call in rows:
+        guards.append(_next_guard_state(guard, guard_state, guard_call))
+        has_failed |= guard.has_failed(guard_state.rule_state, guard_call.skip != 0)
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return WrapperState(

@@ -36,8 +36,8 @@ It checks a gradient, whose norm is `norm`; `observed` is a pytree for `Guard.ad
 class Guard(NamedTuple):
     """A guard, which skips the steps that one of its checks rejects.
 
-    A guard does not know the accumulation or the other guards. `WrapperUpdate` calls its functions
-    and counts the skips. All results must be the same on all devices.
+    A guard does not know the accumulation or the other guards. `execute` calls its functions and
+    counts its skips. All results must be the same on all devices.
 
     Attributes:
         name: Name of the public function, for errors and profiles.

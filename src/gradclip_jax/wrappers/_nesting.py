@@ -43,14 +43,14 @@ class Wrappers(NamedTuple):
         """All guards, from the outermost to the innermost."""
         return self.outer + self.guards
 
-    def inside(self, wrapper: Guard | Accumulation) -> Wrappers:
+    def with_outer(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
         if isinstance(wrapper, Guard):
             if self.accumulation:
                 return self._replace(outer=(wrapper, *self.outer))
             return self._replace(guards=(wrapper, *self.guards))
         if self.accumulation:
-            _raise_of_two_accumulations()
+            _raise_nested_accumulations()
         return self._replace(accumulation=wrapper)
 
     def init(self, params: Tree) -> WrapperState:
@@ -102,7 +102,7 @@ class Wrappers(NamedTuple):
         if self.accumulation and (
             has_accumulation or find_states(inner_state, optax.MultiStepsState)
         ):
-            _raise_of_two_accumulations()
+            _raise_nested_accumulations()
         if has_accumulation:
             # The guard would check micro-batches only, and could not close a window.
             rule = "a transformation without an accumulation inside a chain or another wrapper"
@@ -119,7 +119,7 @@ def _init_guard(guard: Guard, params: Tree) -> GuardState:
     return GuardState(counts, jax.tree.map(jnp.array, guard.init(params_of(params))))
 
 
-def _raise_of_two_accumulations() -> NoReturn:
+def _raise_nested_accumulations() -> NoReturn:
     """Raise an error for an accumulation inside an accumulation."""
     rule = "a transformation that contains no accumulation"
     hint = "Use one accumulation with `every=a * b` instead of two."

@@ -24,7 +24,8 @@ from ._nesting import Wrappers
 class InPlaceUpdate:
     """An `update` function that can also add the updates to the parameters.
 
-    `apply_gradients` looks for this class instead of an attribute, which decorators would copy.
+    A class marks such a function. An attribute would not do, because `functools.wraps` copies it to
+    wrappers that cannot update in place.
     """
 
     def apply(
@@ -62,7 +63,8 @@ class WrapperUpdate(InPlaceUpdate):
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
-        result = execute(self.wrappers, grads, state, params, extra_args, True, observe)
+        arguments = grads, state, params, extra_args
+        result = execute(self.wrappers, *arguments, in_place=True, observe=observe)
         return result.params, result.state, result.measured
 
 
@@ -77,7 +79,7 @@ def wrap(
         wrappers = inner.update.wrappers
     else:
         wrappers = Wrappers(optax.with_extra_args_support(inner))
-    wrappers = wrappers.inside(wrapper)
+    wrappers = wrappers.with_outer(wrapper)
     init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
 

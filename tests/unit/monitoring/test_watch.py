@@ -202,11 +202,15 @@ def test_a_wrapper_outside_that_holds_or_skips_leaves_no_row(wrap, sizes, expect
     assert rows.step.tolist() == list(range(len(expected)))
 
 
-def test_a_flush_has_no_gradient():
-    tx = gcx.watch(gcx.accumulate_gradients(SGD, 4))
-    rows = rows_of_sizes(tx, (2, {"value": 3.0}), (np.nan, {"weight": 0.0, "flush": True}))
+@pytest.mark.parametrize("groups", ["w", "wv"], ids=["one accumulation", "two of a partition"])
+def test_a_flush_has_no_gradient(groups):
+    inner = dict.fromkeys(groups, gcx.accumulate_gradients(SGD, 4))
+    tx = gcx.watch(optax.partition(inner, lambda params: {name: name for name in params}))
+    stream = (2, {"value": 3.0}), (np.nan, {"weight": 0.0, "flush": True})
+    stream = [({x: np.float32([size]) for x in groups}, extra) for size, extra in stream]
+    rows, _ = rows_of(tx, stream, {x: np.ones(1, "f") for x in groups})
     assert rows.has(Outcome.HAS_GRADIENT).tolist() == [True, False]
-    assert rows.norms[:, :2, 0].tolist() == [[2, 0], [0, 2]]
+    assert rows.norms[:, :2, 1].tolist() == [[2, 0], [0, 2]]
     assert rows.nonfinite[:, 0].tolist() == [0, 0] and rows.loss.tolist() == [3, 0]
     assert fates(rows) == [{"accumulated"}, {"applied"}]
 
