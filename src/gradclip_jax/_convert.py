@@ -350,7 +350,7 @@ def _has_inner_loss_scale(node: WrapperState) -> bool:
 
 
 def _may_be_open(window: AccumulationState) -> bool:
-    """Return whether a window contains micro-batches, or may contain them inside `jit`."""
+    """Return whether a window contains micro-batches; True if the number is traced."""
     return is_traced(window.mini_step) or bool(window.mini_step > 0)
 
 

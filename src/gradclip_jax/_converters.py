@@ -40,7 +40,7 @@ def to_own(state: Tree) -> Tree:
 
 
 def from_own(like: Tree, own: Tree) -> Tree:
-    """Convert states of this package back to the types in `like`, the inverse of `to_own`."""
+    """Convert states of this package to the types in `like`; the inverse of `to_own`."""
 
     def convert(node: Tree, own: Tree) -> Tree:
         converter = _converter_of(node)
@@ -85,7 +85,7 @@ def _own_window(node: Any, gradient: WeightedSum, **others: Any) -> WrapperState
 
 
 def _own_guard(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
-    """Return the state of one guard; causes with the count None are omitted."""
+    """Return the state of one guard, without the causes that it does not count."""
     counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
     skipped = {cause: count for cause, count in causes.items() if count is not None}
     return wrapper_state(

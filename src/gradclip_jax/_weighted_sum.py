@@ -79,7 +79,7 @@ class WeightedSum(NamedTuple):
         return jax.tree.map(divide, self.total)
 
     def empty_if(self, is_emptied: Scalar | bool) -> WeightedSum:
-        """Return the sum without its terms if `is_emptied`."""
+        """Return an empty sum if `is_emptied`, otherwise the same sum."""
         return self._replace(weight=jnp.where(is_emptied, 0, self.weight))
 
 

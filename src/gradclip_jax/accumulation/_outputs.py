@@ -45,7 +45,7 @@ class AuxLeaf(NamedTuple):
         return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), self.like.dtype)).dtype
 
     def updated(self, old: Array, x: Array) -> Array:
-        """Return the next value of a leaf that is summed, or of which the last value is kept."""
+        """Add a value to a leaf that is summed, or replace a leaf whose last value is returned."""
         x = jnp.asarray(x).astype(old.dtype)
         return old + x if self.reduction == "sum" else x
 
@@ -79,7 +79,7 @@ def run_micro_batches(
     Args:
         micro_batch: Function `(index, scale) -> ((value, aux), grads)`, where `grads` are already
             multiplied by the scale.
-        empty: Sum of `(value, grads, means)` without terms; see `empty_outputs`.
+        empty: Empty sum of `(value, grads, means)`; see `empty_outputs`.
         aux: Leaves of the auxiliary output.
         scales: Weight of each micro-batch divided by the mean weight, float32[num_parts]; 0 for a
             micro-batch that does not count.

@@ -48,7 +48,7 @@ class ClipState(NamedTuple):
     is_clip = True
 
     def step_metrics(self) -> dict[str, Scalar]:
-        """Return the entries of `metrics` for this state; those of groups end in their label."""
+        """Return the entries of `metrics` for this state, with the label of a group in its keys."""
         found: dict[str, Scalar] = {}
         for name in ("grad_norm", "clip_threshold", "clip_factor", "clip_fraction"):
             value = getattr(self, name)

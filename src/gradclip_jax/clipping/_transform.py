@@ -503,7 +503,7 @@ class ClampState(NamedTuple):
     is_clip = True
 
     def step_metrics(self) -> dict[str, Array]:
-        """Return the entries of `metrics` for this state, of which there are none."""
+        """Return no entries of `metrics`."""
         return {}
 
 

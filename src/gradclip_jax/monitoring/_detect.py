@@ -91,7 +91,7 @@ class LossRise(NamedTuple):
     Attributes:
         text: Which losses have risen, and what they were compared with.
         threshold: The loss above which the rise continues.
-        has_exploded: Whether the loss had fallen before, and is far above its last values.
+        has_exploded: Whether the loss fell at first, and is now far above its recent values.
     """
 
     text: str
@@ -142,7 +142,7 @@ class Losses:
         return found, ~is_positive | (is_high & ~have_fallen)
 
     def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
-        """Return the rise of a run that does not learn, if its first UNLEARNED losses are complete.
+        """Return a rise if the first UNLEARNED losses of a run have not fallen.
 
         The second BLOCK of losses is not compared, because a loss may rise during warm-up.
         """
@@ -157,7 +157,7 @@ class Losses:
 
 
 class Fault(NamedTuple):
-    """Something that is wrong with a row.
+    """A problem in a row, such as a NaN or a loss that is too large.
 
     Attributes:
         kind: One of the kinds of the module.
@@ -212,7 +212,7 @@ class Findings(NamedTuple):
         return bool(is_outlier or has_exploded or not math.isfinite(self.row.loss))
 
     def describe(self, name: str, value: float, column: int) -> str:
-        """Return a value with its name, and with its threshold if it is above."""
+        """Describe a value by its name, and by its threshold if the value exceeds it."""
         limit = self.thresholds[column]
         return f"{name} {value:.2g}" + (f" (threshold {limit:.2g})" if value > limit else "")
 
@@ -271,9 +271,9 @@ def _nonfinite_gradient(row: Rows) -> Fault:
 
 
 def _parts(row: Rows) -> tuple[HostArray, str]:
-    """Return the part of each unit in the gradient, and the largest part as text.
+    """Return the contribution of each unit to a gradient, and describe the largest share.
 
-    The parts are numbers of non-finite elements if there are any, and squared norms otherwise.
+    A contribution is a number of non-finite elements if there are any, otherwise a squared norm.
     """
     bad, norms = row.nonfinite[1:], row.norms[0, 1:]
     parts = bad if bad.any() else ~np.isfinite(norms)
@@ -320,7 +320,7 @@ class Detector:
         taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])  # as `tap_names`
         values = _logarithms(gradient, rows.norms[:, 1:, 0], loss, taps[..., 1])
         rises = self.outliers.compare(values)
-        # A guard has compared the norm or the loss with a threshold of its own.
+        # A guard skips a row whose norm or loss exceeds the threshold of that guard.
         skips = {TREE: Outcome.SKIPPED_LARGE_NORM, LOSS: Outcome.SKIPPED_LARGE_LOSS}
         for column, flag in skips.items():
             rises[:, column] += rows.has(flag)

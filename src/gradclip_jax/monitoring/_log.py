@@ -1,4 +1,4 @@
-"""Read the logs of training runs, also of other trainers, and append lines to a log.
+"""Read the logs of any trainer, and append lines to a log.
 
 A log is a list of lines, which are dictionaries. `read_lines` parses a file of any format into
 dictionaries, and renames their keys to the keys of a `Monitor`.
@@ -79,7 +79,7 @@ def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:
 
 
 def to_json(line: Line) -> dict[str, Any]:
-    """Shorten floats to the digits of a float32; name non-finite ones, which JSON does not have."""
+    """Round floats to nine digits, and replace non-finite ones by names, which JSON lacks."""
     floats = {key: float(f"{x:.9g}") for key, x in line.items() if isinstance(x, float)}
     return {**line, **{key: x if math.isfinite(x) else str(x) for key, x in floats.items()}}
 

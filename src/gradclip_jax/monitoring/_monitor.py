@@ -38,7 +38,7 @@ _KEPT = 1024
 
 
 class Monitor:
-    """Read the rows of `watch` on the host: incidents, what to do, a log and a summary.
+    """Read the rows of `watch` on the host, find incidents, advise actions, and write a log.
 
     | situation | what `read` does |
     | --- | --- |
@@ -125,7 +125,7 @@ class Monitor:
         self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
         self.incidents = to_incidents(lines)
         self._start(rows.take(slice(-_KEPT, None)), names)
-        # Processes communicate only in `read`, because one alone may build a monitor.
+        # Processes communicate in `read` only, so that one process alone can create a monitor.
         self.report = self._policy.update(self.rows, self._recent, rows.end)
 
     @public
@@ -164,7 +164,7 @@ class Monitor:
             step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
             is_repeated = step == rows.end == self.report.step and row.values is not self._values
             if is_repeated and self.report.action in ("rewind", "lower"):
-                # After a rewind to `good_step`, all rows are equal to those before it.
+                # The run may repeat exactly after a rewind to `good_step`.
                 step = self.report.good_step or 0
             self._values = row.values
             if step < self.report.step:

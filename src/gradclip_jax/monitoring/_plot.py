@@ -50,8 +50,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
     It requires matplotlib: `pip install "gradclip_jax[plots]"`.
 
     Args:
-        log: Path of a log of any trainer, its lines as dictionaries, or a monitor, whose `rows` are
-            plotted.
+        log: Path of a training log, the lines of a log as dictionaries, or a `Monitor`.
 
     Returns:
         A `matplotlib.figure.Figure`, which can be saved with `figure.savefig("run.png")`.
@@ -118,7 +117,7 @@ def _panels(rows: Rows, shown: HostArray) -> Iterator[_Panel]:
 
 
 def _draw_line(axis: Any, panel: _Panel) -> None:
-    """Draw finite values as a line, and mark the steps of other values at the lower edge."""
+    """Draw finite values as a line, and a mark at the lower edge for each non-finite value."""
     is_finite = np.isfinite(panel.values)
     steps, values = panel.steps[is_finite], panel.values[is_finite]
     if len(steps) > 2 * _MAX_POINTS:
@@ -167,7 +166,7 @@ def _mark_incidents(axis: Any, incidents: Sequence[Incident], *, with_streaks: b
 
 
 def _captions(incidents: Sequence[Incident]) -> list[str]:
-    """Return the sentences of the first and of the last streaks."""
+    """Describe the first and the last streaks of incidents in one sentence each."""
     found = [textwrap.fill(str(x), 140) for x in incidents if x.streak == 1]
     if (num_omitted := len(found) - _MAX_CAPTIONS) > 0:
         half = _MAX_CAPTIONS // 2

@@ -63,7 +63,7 @@ class Report(NamedTuple):
         reason: Reason of the action, or why evidence for a rewind did not lead to one; otherwise
             empty.
         good_step: Index of the newest checkpoint that later rows confirmed, or None.
-        batch_ids: Batches to leave out, of this rewind and of all earlier ones.
+        batch_ids: Batches to leave out because of this rewind and all earlier ones.
         num_rewinds: Number of rewinds in a row, including this one.
         num_lowers: Number of times that the run was told to lower the learning rate. A run that is
             restored should use a learning rate that was lowered so many times.
@@ -92,7 +92,7 @@ DECISION = Report._fields[:8]
 
 
 class Checkpoints:
-    """The checkpoints of a run, and which of them later rows have confirmed.
+    """The checkpoints of a run, of which some are known to be good.
 
     Attributes:
         steps: Indices of the existing checkpoints; None if they were never passed.
@@ -203,7 +203,7 @@ class Policy:
         Args:
             rows: The last rows, with increasing steps.
             incidents: The incidents in these rows.
-            first_new: The first step that was not in the rows of the last call.
+            first_new: The first step that the last call did not read.
             saved: Indices of all checkpoints that exist; None if they have not changed.
 
         Returns:
@@ -341,10 +341,10 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
 def _single_rows(
     rows: Rows, is_bad: HostArray, num_rewinds: int
 ) -> Iterator[tuple[str, str, HostArray, HostArray]]:
-    """Yield the action and the reason of rows that are evidence without others.
+    """Yield each action that a single row can justify.
 
-    After them, yield which rows are such evidence, and the number of windows up to each row whose
-    batches are left out.
+    An item consists of the action, its reason, a mask of the rows that justify it, and the number
+    of windows up to each row whose batches are left out.
     """
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)

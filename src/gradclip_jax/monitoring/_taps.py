@@ -46,7 +46,7 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     The result is an `OrderedDict`, because JAX sorts the keys of a dict.
 
     Args:
-        names: Names of the taps, or a mapping from each name to None for a single tap or to the
+        names: Names of the taps, or a mapping from names to None, which creates one tap, or to the
             probes of a submodule.
         num_layers: Number of layers that `lax.scan` runs over, which becomes the leading axis of
             each probe. None if the taps are not inside a scan. Taps with the same number of layers
@@ -223,7 +223,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
 def _scans(
     argument: str, stats: Tree
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[Path, Array]]]]:
-    """Yield the shape of the sums and the taps of each scan, and of each tap outside of scans."""
+    """Yield the shape of the sums and the taps for each scan, and for each tap without a scan."""
     leaves = jax.tree.leaves_with_path(stats)
     for path, x in leaves:
         if np.shape(x)[-2:] != SHAPE:

@@ -36,8 +36,8 @@ class NormGroups(NamedTuple):
             belongs to no group.
         size: Number of arrays in `PerGroup.arrays`.
         labels: Labels of groups of leaves.
-        axes: For each leaf, the axes over which one norm is computed, if each slice of a leaf is a
-            group. None if all groups consist of whole leaves.
+        axes: The axes of each leaf over which the norm of a slice is computed, if groups are
+            slices; None if groups consist of whole leaves.
         is_local: Whether norms are computed without communication inside `shard_map`.
         is_rms: Whether thresholds limit root mean squares instead of norms.
     """

@@ -104,7 +104,7 @@ class _Groups(NamedTuple):
         return norms, is_accurate
 
     def total(self, of_leaves: Sequence[Array]) -> list[Array]:
-        """Sum arrays of shape [2], one for each leaf, over the leaves of each group and shards."""
+        """Sum one array of shape [2] per leaf over the leaves of each group, and over shards."""
 
         def total(group: Sequence[int]) -> Array:
             sums = jnp.zeros(2, wide_dtype(*[of_leaves[i].dtype for i in group]))

@@ -246,7 +246,7 @@ def _guard_calls(
 def _last_norm(
     call: _Call, micro_batch: _Findings, is_weighted: Scalar, window: _Findings, takes_step: Scalar
 ) -> Scalar | None:
-    """Return the norm that the outermost guard measured, in this call or the last one that did."""
+    """Return the last gradient norm of the outermost guard, from this call or an earlier one."""
     if call.wrappers.outer:
         norm, is_measured = micro_batch.norm, is_weighted
     else:

@@ -1,4 +1,4 @@
-"""Which guards and which accumulation are around a transformation, and in which order."""
+"""The guards and the accumulation that wrap a transformation, in their order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Wrappers(NamedTuple):
                 raise type_error("state", "the state of these guards", got, hint)
 
     def _check_nesting(self, guards: tuple[GuardState, ...], inner_state: Tree) -> None:
-        """Raise if a guard cannot see the accumulation inside it, or prevents a loss scale."""
+        """Raise if a guard is around a chain with an accumulation, or around a loss scale."""
         names = metric_names(inner_state)
         has_inner_scale = any(hasattr(guard.rule_state, "loss_scale") for guard in guards[1:])
         if has_inner_scale or (guards and "loss_scale" in names):

@@ -1,4 +1,4 @@
-"""The `update` function of guards and accumulations, and `apply_gradients`."""
+"""The public interface of guards and accumulations: `update` and `apply_gradients`."""
 
 from __future__ import annotations
 
