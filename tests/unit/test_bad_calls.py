@@ -411,6 +411,7 @@ def check_pairs(name, argument, labels):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_every_public_callable_is_called():
     assert (PUBLIC.keys() - RESULTS) == CALLS.keys()
     for name, arguments in CALLS.items():

@@ -38,10 +38,11 @@ apply_gradients same same same same same same vmap  donated abstract dict init  
 convert_state   same same same same same same vmap  donated abstract dict opt_state moments
 verify_step     same same same same same same same  donated -        same same   same
 """
-CELLS = [
-    (reader, kind, outcome)
-    for reader, *row in map(str.split, TABLE.strip().splitlines())
-    for kind, outcome in zip(COLUMNS.split(), row, strict=True)
+ROWS = list(map(str.split, TABLE.strip().splitlines()))
+CELLS = [  # in `make test`, a third of the cells; all others are slow
+    pytest.param(reader, kind, outcome, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, (reader, *row) in enumerate(ROWS)
+    for j, (kind, outcome) in enumerate(zip(COLUMNS.split(), row, strict=True))
     if outcome != "-"  # a step may have such arguments
 ]
 

@@ -84,6 +84,7 @@ def test_a_nan_inside_a_streak_is_printed(capsys):
     assert "step 104: " in printed and "step 105: " not in printed
 
 
+@pytest.mark.slow
 def test_a_long_log_needs_few_calls_of_functions_for_each_row(capsys):
     rng, counts = np.random.default_rng(0), []
 

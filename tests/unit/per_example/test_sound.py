@@ -226,11 +226,14 @@ def convolution(kernel, image, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window_strides": (2, 1), "padding": ((1, 2), (-1, 1))},
-        {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2), "padding": ((0, 1), (2, 1))},
-        {"feature_group_count": 2},
+        pytest.param({"window_strides": (2, 1), "padding": ((1, 2), (-1, 1))}, id="strided"),
+        pytest.param(
+            {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2), "padding": ((0, 1), (2, 1))},
+            id="transposed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"feature_group_count": 2}, id="groups", marks=pytest.mark.slow),
     ],
-    ids=["strided", "transposed", "groups"],
 )
 def test_kernel_gradient_is_measured_by_the_gram_matrix_of_pixels(options):
     def loss(kernel, example):
