@@ -326,13 +326,16 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
 
     A loss has recovered if it is below the middle between the median loss before the stretch and
     that of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
-    of a classifier that has become useless may be below them.
+    of a classifier that has become useless may be below them. If the loss of the bad rows is not
+    above all losses before them, it does not tell when the run has recovered.
     """
     first, last = int(stretch[0]), int(stretch[-1])
     before = losses[max(first - WINDOW, 0) : first]
-    middle = (median(before) + median(losses[stretch])) / 2 if first else np.nan
-    if not np.isfinite(middle):
+    highest = np.max(before, where=np.isfinite(before), initial=-np.inf)
+    usual, bad = median(before), median(losses[stretch])
+    if not (np.isfinite(usual + bad) and bad > highest):
         return last
+    middle = (usual + bad) / 2
     is_high = ~(losses[last + 1 :] < middle)
     high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
     return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])

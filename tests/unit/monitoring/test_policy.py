@@ -132,6 +132,13 @@ def test_a_stretch_goes_on_after_the_thresholds_of_incidents_have_adapted():
     assert run.last.batch_ids == list(range(50, 70))
 
 
+def test_bad_rows_with_an_ordinary_loss_do_not_extend_a_stretch():
+    run = Run(saved=[0])
+    loss = {step: 1.0 + 0.1 * (step % 2) for step in range(100)}
+    assert run.read(100, bad=(50, 51, 52), kinds=("infinity",), loss=loss) == "rewind"
+    assert run.last.batch_ids == [50, 51, 52]
+
+
 @pytest.mark.parametrize("kinds", [("risen",), ("loss", "growth")])
 def test_a_rise_is_evidence_where_the_user_asks_for_it(kinds):
     run, loss = Run(saved=[0], rewind_on_rise=True), dict.fromkeys(range(49, 100), 30.0)
