@@ -35,7 +35,7 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, GAP, WINDOW, median, run_lengths
+from ._outliers import BLOCK, GAP, WINDOW, median, quantiles, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -327,18 +327,19 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     A loss has recovered if it is below the middle between the median loss before the stretch and
     that of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
     of a classifier that has become useless may be below them. If the loss of the bad rows is not
-    above all losses before them, it does not tell when the run has recovered.
+    above nine tenths of the losses before them, it does not tell when the run has recovered.
     """
     first, last = int(stretch[0]), int(stretch[-1])
+    if first == 0:
+        return last
     before = losses[max(first - WINDOW, 0) : first]
-    highest = np.max(before, where=np.isfinite(before), initial=-np.inf)
-    usual, bad = median(before), median(losses[stretch])
-    if not (np.isfinite(usual + bad) and bad > highest):
+    usual, high, bad = median(before), quantiles(before, 0.9)[0], median(losses[stretch])
+    if not (np.isfinite(usual + bad) and bad > high):
         return last
     middle = (usual + bad) / 2
     is_high = ~(losses[last + 1 :] < middle)
-    high = np.array([last, *last + 1 + np.flatnonzero(is_high)])
-    return int(high[np.flatnonzero(np.diff(high, append=np.inf) > GAP + 1)[0]])
+    places = np.array([last, *last + 1 + np.flatnonzero(is_high)])
+    return int(places[np.flatnonzero(np.diff(places, append=np.inf) > GAP + 1)[0]])
 
 
 def _single_rows(
