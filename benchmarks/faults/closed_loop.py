@@ -4,7 +4,7 @@
 
 Five models train with five optimizers through 200 faults. A corruption is a set of bits that are
 flipped, or stuck at 0 or 1, in an element, a row, or every 32nd element of a gradient, of
-parameters or of moments, in one step or in 50. It follows what Tung et al. (2026, arXiv 2605.04213)
+parameters or of moments, in one step or in 50. It follows what arXiv 2605.04213 (2026)
 report for GPUs: less than 40 % of the corruptions flip a single bit, their addresses are periodic,
 and 1 % of them are NaN or infinite. A corruption is an event of the hardware: steps that are
 repeated after a rewind do not repeat it. Batches are bad, and a learning rate is wrong, each time.
