@@ -69,7 +69,7 @@ def is_clip(node: object) -> bool:
 
 def has_clip(state: Tree) -> bool:
     """Return whether a state contains the state of a clip of this package."""
-    return any(is_clip(x) for x in jax.tree.leaves(state, is_leaf=is_clip))
+    return _contains(state, is_clip)
 
 
 def is_only_clips(state: Tree) -> bool:
@@ -109,7 +109,12 @@ def _has_loss_scale(state: Tree) -> bool:
     def is_loss_scale(node: object) -> bool:
         return is_own_state(node) and hasattr(type(node), "loss_scale")
 
-    return any(map(is_loss_scale, jax.tree.leaves(state, is_leaf=is_loss_scale)))
+    return _contains(state, is_loss_scale)
+
+
+def _contains(state: Tree, is_kind: Callable[[object], bool]) -> bool:
+    """Return whether `is_kind` is true for a node of a state."""
+    return any(map(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
 
 def check_clip_order(state: Tree) -> None:

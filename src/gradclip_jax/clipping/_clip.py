@@ -223,9 +223,8 @@ def _metrics(
     everywhere = frozenset[str]().union(*shards)
     if everywhere:  # norms that are sharded over a mesh
         lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
-        bound, factor = jnp.where(
-            lowest > -jnp.inf, lowest, jnp.nan
-        )  # `max_over` returns infinity for NaN
+        # `max_over` returns infinity for NaN.
+        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
         rows = list(zip(factors.arrays, shards, strict=True))
         counts = [jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere) for x, axes in rows]
         num_clipped = sum_over(jnp.sum(jnp.stack(counts)), everywhere)

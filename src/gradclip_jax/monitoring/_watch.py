@@ -30,7 +30,7 @@ from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups, reduce_axes, table_of_sums
-from ..norms._leaves import checked_leaves, norm_dtype, wide_dtype
+from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
 from ..norms._norm import squares
@@ -251,8 +251,7 @@ class Units(NamedTuple):
 
     def leaves_of(self, tree: Tree) -> list[Array]:
         """Return the measured leaves of a tree with the structure of the gradient."""
-        leaves = jax.tree.leaves(tree)
-        return [jnp.asarray(leaves[place]) for place in self.places]
+        return leaves_at(tree, self.places)
 
 
 class RowValues(NamedTuple):

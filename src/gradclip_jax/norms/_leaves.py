@@ -31,8 +31,7 @@ class Leaves(NamedTuple):
 
     def leaves_like(self, tree: Tree) -> list[Array]:
         """Return the leaves of another tree at the positions of the inexact leaves."""
-        leaves = jax.tree.leaves(tree)
-        return [jnp.asarray(leaves[place]) for place in self.places]
+        return leaves_at(tree, self.places)
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
         """Return the tree with other inexact leaves."""
@@ -40,6 +39,12 @@ class Leaves(NamedTuple):
         for place, new in zip(self.places, arrays, strict=True):
             leaves[place] = new
         return jax.tree.unflatten(self.structure, leaves)
+
+
+def leaves_at(tree: Tree, places: Sequence[int]) -> list[Array]:
+    """Return the leaves of a tree at the given positions as arrays."""
+    leaves = jax.tree.leaves(tree)
+    return [jnp.asarray(leaves[place]) for place in places]
 
 
 def flatten(tree: Tree) -> Leaves:

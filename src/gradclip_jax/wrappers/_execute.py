@@ -26,7 +26,7 @@ from .._states import increment_where
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
-from ._guard import ExtraArgs, GradientCheck, Guard, Observe, params_of
+from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, params_of
 from ._inner import apply_updates, run_inner, updates_for_caller
 from ._nesting import Wrappers
 from ._skips import SkipFlags, first_skip, flag_where, is_accepted_by_all, skip_flags
@@ -297,7 +297,7 @@ def _take_step(
         arguments = received, state, current, extra_args
         updates, after = run_inner(wrappers, *arguments)
         if before is None:
-            updates = updates_for_caller(wrappers.inner, updates, call.grads, *arguments)
+            updates = updates_for_caller(wrappers, updates, call.grads, *arguments)
             return (updates, None), _Carry(None, after)
         measured = None if call.observe is None else call.observe(updates, before)
         new = apply_updates(before, updates)
@@ -322,12 +322,11 @@ def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipF
     """Return the flags with which guards around an accumulation skip the gradient of a window."""
     skips: list[SkipFlags] = []
     for guard, state in zip(call.wrappers.outer, call.state.outer, strict=True):
-        if guard.check_window is None:
-            skips.append(0)
-            continue
-        norm, rule_state = guard.norm(grads), state.rule_state
-        # What the check observes is not kept: the guard advances with the micro-batch.
-        rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
+        rejections: Rejections = {}
+        if guard.check_window is not None:
+            norm, rule_state = guard.norm(grads), state.rule_state
+            # What the check observes is not kept: the guard advances with the micro-batch.
+            rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
         skips.append(skip_flags(rejections))
     return skips
 
@@ -336,8 +335,10 @@ def _check_step(call: _Call, updates: Tree, before: Tree, after: Tree) -> list[S
     """Return the flags with which guards skip a computed step, with the inner states around it."""
     skips: list[SkipFlags] = []
     for guard in call.wrappers.all_guards:
-        check = guard.check_step
-        skips.append(skip_flags(check(updates, before, after, call.params)) if check else 0)
+        rejections: Rejections = {}
+        if guard.check_step is not None:
+            rejections = guard.check_step(updates, before, after, call.params)
+        skips.append(skip_flags(rejections))
     return first_skip(skips)
 
 

@@ -45,7 +45,7 @@ def run_inner(
 
 
 def updates_for_caller(
-    inner: optax.GradientTransformationExtraArgs,
+    wrappers: Wrappers,
     updates: Tree,
     callers_grads: Tree,
     grads: Tree,
@@ -53,15 +53,16 @@ def updates_for_caller(
     params: Tree,
     extra_args: ExtraArgs,
 ) -> Tree:
-    """Cast updates to the dtypes that the transformation returns for the gradient of the caller.
+    """Cast updates to the dtypes that the caller expects.
 
-    An accumulation or a loss scale computes the gradient `grads` in float32.
+    An accumulation or a loss scale computes the gradient `grads` in float32. The caller expects the
+    dtypes that the inner transformation returns for the gradient of the caller.
     """
     if _dtypes(grads) == _dtypes(callers_grads):
         return updates
 
     def update(grads: Tree, state: Tree) -> Tree:
-        return inner.update(grads, state, params, **extra_args)[0]
+        return wrappers.inner.update(grads, state, params, **extra_args)[0]
 
     return like_dtypes(updates, jax.eval_shape(update, like_dtypes(grads, callers_grads), state))
 
