@@ -172,7 +172,8 @@ def _mark_incidents(axis: Any, streaks: list[Sequence[Incident]], *, hides_value
     if hides_values:
         starts, options = [x[0].step for x in streaks], {"color": _RED, "linestyle": ""}
         options |= {"transform": axis.get_xaxis_transform(), "clip_on": False}
-        axis.plot(starts, np.full(len(starts), 1.0), marker=7, markersize=4, **options)
+        (marks,) = axis.plot(starts, np.ones(len(starts)), marker=7, markersize=4, **options)
+        marks.set_in_layout(False)  # without marks, the layout would fail
         return
     for first, *_, last in ([*x, x[-1]] for x in streaks):
         axis.axvline(first.step, color=_RED, linewidth=0.8, alpha=0.7)

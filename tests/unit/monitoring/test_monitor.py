@@ -303,6 +303,7 @@ def titles(figure):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")  # of matplotlib, about the layout
 def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path):
     line = {"loss": 1.0, "gradient_norm": 3.0}
     line |= {f"{name}_norm/w{i}": 1.0 for name in ("gradient", "update") for i in range(50)}
