@@ -126,7 +126,8 @@ def listed(places: Iterable[str]) -> str:
 def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
-    Return it as a float, because int32 cannot represent every integer; traced values unchanged.
+    Return it as a float, because int32 cannot represent every integer; traced values unchanged. A
+    JAX array remains one, so that functions which close over another value are not traced again.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -147,7 +148,7 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     is_float32 = known in (0, math.inf, -math.inf) or _TINY <= abs(known) <= UNBOUNDED
     if not (is_above and is_below and is_float32):
         raise value_error(argument, rule, shortened(value), hint)
-    return known
+    return jnp.asarray(known) if isinstance(value, jax.Array) else known
 
 
 def check_decays(**decays: object) -> list[Any]:

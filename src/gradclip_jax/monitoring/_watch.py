@@ -438,7 +438,7 @@ def sums_of_gradient(units: Units) -> Array:
     dtype = norm_dtype(units.gradient)
 
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
-        return _two_sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
+        return _two_sums(axes, ~jnp.isfinite(g), squares(g, dtype))
 
     return _sums_of_groups(units, terms, units.gradient)
 
@@ -497,8 +497,7 @@ def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
 
 def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
     """Return the sums of two arrays over the given axes for each slice, float[slices, 2]."""
-    sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), x, y)
-    return replicated(sums).reshape(-1, 2)
+    return replicated(pair_of_sums(axes, x, y)).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
