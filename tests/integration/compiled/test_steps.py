@@ -12,7 +12,7 @@ import optax
 import pytest
 from benchmarks._models import MODELS, gpt
 from benchmarks._rows import OPTAX, ROWS
-from benchmarks.compiled import _devices
+from benchmarks.compiled import _devices, _sharded
 from benchmarks.compiled import steps as compiled
 
 import gradclip_jax as gcx
@@ -138,7 +138,7 @@ def test_watch_around_an_accumulation_needs_a_fifth_of_the_parameters_more_scrat
 @pytest.mark.parametrize("name", CLIPS)
 def test_sharded_step_gathers_nothing_that_optax_does_not(name):
     ours, theirs = (
-        compiled.measure(make(SHARDED), SHARDED, PLATFORM, many=True)
+        compiled.measure(make(SHARDED), SHARDED, PLATFORM, _sharded.mesh(PLATFORM))
         for make in (ROWS[name].ours, OPTAX[ROWS[name].theirs])
     )
     assert gathered(ours) <= 1.01 * gathered(theirs)
