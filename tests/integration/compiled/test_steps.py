@@ -42,7 +42,7 @@ NOT_REACHED = {
     "cuda": {
         ("PPO", 'skip_nonfinite(check="step")'): {"bytes, N": 1.02},
         # Its norms are over layers, and as large as one of them: default axes of a stacked leaf.
-        ("scan GPT, small", "adaptive_grad_clip"): {"bytes, N": 1.02, "launches": 1.17},
+        ("scan GPT, small", "adaptive_grad_clip"): {"launches": 1.16},
         ("scan GPT, small", 'skip_nonfinite(check="step")'): {"bytes, N": 1.05, "launches": 1.15},
         # What keeps XLA from a wrong sum of an embedding's gradients: docs/compiler_faults.md.
         ("scan GPT, small", "microbatched_value_and_grad"): {"bytes, N": 1.04, "scratch, N": 1.12},
