@@ -181,8 +181,8 @@ def norm_clip(
 
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(argument, rules, norms, param_norms, states, is_finite)
-        factors = respond(norms, thresholds, is_finite, reaction)
-        clipped = _scale_leaves(leaves.arrays, factors)
+        factors = respond(norms, thresholds, reaction)
+        clipped = _scale_leaves(leaves.arrays, factors, is_finite)
 
         metrics = _metrics(total, norms, thresholds, factors, norm_axes)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
@@ -190,24 +190,24 @@ def norm_clip(
     return optax.GradientTransformation(init, update)
 
 
-def _factors(
-    norms: PerGroup, thresholds: PerGroup, is_finite: Scalar, reaction: Reaction
-) -> PerGroup:
-    """Return the factor of each norm group, or NaN for all groups if any norm is not finite."""
-
-    def factor(norm: Array, threshold: Array, is_finite: Array) -> Array:
-        return jnp.where(is_finite, factor_of(reaction, norm, threshold), jnp.nan)
-
-    return norms.map(factor, thresholds, is_finite)
+def _factors(norms: PerGroup, thresholds: PerGroup, reaction: Reaction) -> PerGroup:
+    """Return the factor of each norm group."""
+    return norms.map(functools.partial(factor_of, reaction), thresholds)
 
 
-_jitted_factors = jax.jit(_factors, static_argnums=3)
+_jitted_factors = jax.jit(_factors, static_argnums=2)
 
 
 @jax.jit
-def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
-    """Multiply each leaf by the factor of its norm group."""
+def _scale_leaves(leaves: list[Array], factors: PerGroup, is_finite: Scalar) -> list[Array]:
+    """Multiply each leaf by the factor of its norm group, or by NaN if any norm is not finite."""
+    factors = factors.map(_nan_unless, is_finite)
     return list(map(scale_leaf, leaves, factors.for_leaves(leaves)))
+
+
+def _nan_unless(factor: Array, is_finite: Array) -> Array:
+    """Return the factor, or NaN if a norm is not finite."""
+    return jnp.where(is_finite, factor, jnp.nan)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -217,7 +217,10 @@ def _metrics(
     """Return norm, threshold, factor and fraction as in `ClipState`.
 
     Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
+    A factor is reported as NaN if any norm is not finite. On GPU, XLA would compute the smallest
+    factor in separate kernels if each factor were replaced by NaN before.
     """
+    is_finite = jnp.isfinite(total)
     bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
     shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
     everywhere = frozenset[str]().union(*shards)
@@ -231,11 +234,12 @@ def _metrics(
         size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
     else:
         num_clipped, size = factors.count(_is_clipped), sum(x.size for x in factors.arrays)
-    fraction = num_clipped / max(size, 1)
-    metrics: Any = total, bound, factor, fraction
+    fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
+    metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
-        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
+        factors = factors.map(_nan_unless, is_finite).by_label()
+        metrics = norms.by_label(), bounds.by_label(), factors, fraction
     return optax.tree.cast(metrics, jnp.float32)
 
 
