@@ -1,6 +1,5 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +21,7 @@ from .._checks import (
     listed,
     shortened,
 )
-from .._errors import type_error, value_error
+from .._errors import type_error, value_error, warn
 from .._types import Array, Count, Number, Tree
 from ..norms._leaves import is_inexact
 
@@ -111,7 +110,7 @@ class Split(NamedTuple):
                     "micro-batch or example receives all of them. If it belongs to the batch, pass "
                     "it by position and add its position to `batch_argnums`."
                 )
-                warnings.warn(message, stacklevel=2)
+                warn(message)
 
 
 def _is_raw_key(x: Any) -> bool:

@@ -10,7 +10,8 @@ import numpy as np
 
 from .._checks import check_no_transformation, check_not_traced, leaf_path, listed
 from .._errors import public
-from .._states import find_states, metrics, plain_arrays
+from .._metrics import metrics
+from .._states import find_states, plain_arrays
 from .._types import Tree
 from ..norms._leaves import is_inexact
 from ..wrappers._state import GuardState, WrapperState

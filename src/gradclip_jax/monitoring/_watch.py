@@ -24,8 +24,9 @@ from .._checks import (
 )
 from .._devices import fusion_barrier, pair_of_sums
 from .._errors import named, public, type_error, value_error
+from .._metrics import metrics
 from .._run_if import like_dtypes
-from .._states import find_states, metrics, plain_arrays
+from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity

@@ -12,7 +12,8 @@ import optax
 
 from .._checks import check_no_transformation
 from .._errors import public
-from .._states import combined, is_own_state, plain_arrays
+from .._metrics import combined
+from .._states import is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
