@@ -23,8 +23,8 @@ import optax
 from ._checks import (
     check_arrays,
     check_choice,
-    check_no_transformation,
     check_one_run,
+    check_optimizer_state,
     check_transformation,
     describe,
     is_traced,
@@ -104,7 +104,7 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
-    check_no_transformation(state)
+    check_optimizer_state(state)
     check_one_run(value for _, _, value in own_metrics(plain_arrays(state)))
     like = tx.init(params)
     new, old = to_own(plain_arrays(like)), to_own(plain_arrays(state))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_no_transformation
+from ._checks import check_optimizer_state
 from ._clip_order import CLIP_INSIDE, is_clip_before_scale
 from ._errors import public, warn
 from ._states import own_states, plain_arrays
@@ -69,7 +69,7 @@ def metrics(state: Tree) -> dict[str, Array]:
         >>> float(gcx.metrics(state)["grad_norm"])
         5.0
     """
-    check_no_transformation(state)
+    check_optimizer_state(state)
     entries: dict[str, list[tuple[Path, Array]]] = {}
     for path, name, value in own_metrics(plain_arrays(state)):
         entries.setdefault(name, []).append((path, value))

@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 
 from .._checks import (
-    as_positions,
     call_user,
     check_count,
     check_flag,
     check_length,
+    check_positions,
     describe,
     dtype_of,
     is_traced,
@@ -129,7 +129,7 @@ def bind_split(
     """Return how the arguments of a call are split, or raise if they cannot be split."""
     given = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums, "argnums": argnums}
     hint = "Pass positions as for `jax.grad`."
-    positions = {name: as_positions(name, value, hint) for name, value in given.items()}
+    positions = {name: check_positions(name, value, hint) for name, value in given.items()}
     if not positions["argnums"]:
         raise value_error("argnums", "at least one position", shortened(argnums), hint)
     _check_num_args(len(args), given, positions)

@@ -75,7 +75,7 @@ class Wrappers(NamedTuple):
 
     def check_state(self, state: Any) -> None:
         """Raise if a state is not that of these wrappers."""
-        check_state(state, WrapperState)
+        check_state(state, WrapperState, "consecutive_skips")
         hint = "Convert it with `gcx.convert_state(tx, state, params)`."
         if (self.accumulation is None) != (state.accumulation is None):
             got = (
