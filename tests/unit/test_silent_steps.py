@@ -140,8 +140,9 @@ def test_reduction_sum_passes_the_sum_of_the_losses_of_a_window():
 def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_keyword):
     fun = make(lambda w, x, y: jnp.mean((w * x - y) ** 2))
     x, y = jnp.arange(4.0), jnp.ones(4)
-    with pytest.warns(UserWarning, match="batch_argnums"):
+    with pytest.warns(UserWarning, match="batch_argnums") as found:
         fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
+    assert found[0].filename == __file__
 
 
 @pytest.mark.filterwarnings("error")
