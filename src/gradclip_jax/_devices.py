@@ -54,6 +54,8 @@ def device_count(x: Array) -> int:
     The type of an array shows neither its sharding over automatic mesh axes nor the argument
     `in_shardings` of `jit`.
     """
+    if not x.ndim:
+        return 1
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return jax.device_count()
@@ -74,15 +76,10 @@ def stackable(
     groups: dict[Hashable, list[int]] = {}
     for i, arrays in enumerate(zip(*columns, strict=True)):
         key: Hashable = *map(jax.typeof, arrays), *labels[i : i + 1]
-        if arrays[0].size > max_size or max(map(_max_shards, arrays)) > 1:
+        if arrays[0].size > max_size or max(map(device_count, arrays)) > 1:
             key = i  # alone
         groups.setdefault(key, []).append(i)
     return list(groups.values())
-
-
-def _max_shards(x: Array) -> int:
-    """Return the largest possible number of shards of an array."""
-    return device_count(x) if x.ndim else 1
 
 
 def stack(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:

@@ -18,7 +18,7 @@ from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import NormGroups, PerGroup
 from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
 from ..norms._mesh import check_axis_name, max_over, replica_count, shard_axes, sum_over
-from ..norms._norm import group_norms, norm_of_leaves, root_mean_squares
+from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
 from ._threshold import Threshold, apply_rules, as_rule, init_rules
 

@@ -23,7 +23,7 @@ from .._types import Array, Number, Path, Tree
 from ..norms._granularity import axes_within
 from ..norms._groups import slice_groups
 from ..norms._leaves import checked_leaves, norm_dtype
-from ..norms._norm import group_norms
+from ..norms._reduce import group_norms
 from ._formula import scale_factor, scale_leaf
 
 
