@@ -32,7 +32,7 @@ from .._checks import (
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
-from ..norms._groups import PerGroup
+from ..norms._groups import PerGroup, split
 
 
 @as_pytree
@@ -142,7 +142,7 @@ def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
+    """Convert a number above `low` or a schedule to a rule; return a rule unchanged, or raise."""
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
@@ -163,8 +163,10 @@ def check_arity(argument: str, rule: Rule) -> None:
         ("init", rule.init, ("zeros",)),
         ("update", rule.update, ("norm", "state", "param_norm")),
     ):
+        if fun is None:
+            continue
         try:
-            inspect.signature(fun).bind(*arguments) if fun else None
+            inspect.signature(fun).bind(*arguments)
         except ValueError:  # a builtin without a signature
             continue
         except TypeError as error:
@@ -292,25 +294,29 @@ def apply_rules(
     """
     check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
-    if len(rules) != 1:  # one for each group
-        old_states = states or ((),) * len(rules)
-        rows = zip(rules, norms.arrays, old_states, param_norms.arrays, strict=True)
-        results = [apply(*row) for row in rows]
-        new_states = tuple([state for _, state in results])
-        thresholds = PerGroup([threshold for threshold, _ in results], norms.groups)
-        return thresholds, new_states if jax.tree.leaves(new_states) else ()
-    (rule,) = rules
-    if rule.init is None:
+    if len(rules) == 1 and rules[0].init is None:  # an elementwise rule
 
         def threshold_of(norm: Array, param_norm: Array) -> Array:
-            return apply(rule, norm, (), param_norm)[0]
+            return apply(rules[0], norm, (), param_norm)[0]
 
         return norms.map(threshold_of, param_norms), ()
-    vector = norms.vector()
-    like = jax.eval_shape(lambda: init_state(rule, vector.shape))
-    state = states[0] if states else like
-    if jax.tree.leaves(like) and (not states or shapes_of(state) != shapes_of(like)):
+    values, param_values = norms.arrays, param_norms.arrays
+    if len(rules) == 1:
+        values, param_values = [norms.vector()], [param_norms.vector()]
+    old_states = _checked_states(rules, values, states)
+    results = list(map(apply, rules, values, old_states, param_values))
+    thresholds, new_states = [x for x, _ in results], tuple([state for _, state in results])
+    if len(rules) == 1:
+        thresholds = split(thresholds[0], norms.arrays)
+    return PerGroup(thresholds, norms.groups), new_states if jax.tree.leaves(new_states) else ()
+
+
+def _checked_states(rules: Sequence[Rule], values: Sequence[Array], states: Tree) -> Sequence[Tree]:
+    """Return the state of each rule, or raise if the states do not fit the shapes of the norms."""
+    like = jax.eval_shape(lambda: tuple(map(init_state, rules, [x.shape for x in values])))
+    if not jax.tree.leaves(like):
+        return like
+    if shapes_of(states) != shapes_of(like):
         hint = "Pass the state of `init` for the structure of the updates."
         raise type_error("state", f"like {shortened(like)}", shortened(states), hint)
-    new_vector, state = apply(rule, vector, state, param_norms.vector())
-    return norms.with_vector(new_vector), (state,) if states else ()
+    return states

@@ -130,12 +130,8 @@ class PerGroup:
         vector = jnp.concatenate(flat)
         return vector.reshape(()) if vector.size == 1 else vector
 
-    def with_vector(self, vector: Array) -> PerGroup:
-        """Replace all numbers by those of a vector in the order of `vector()`."""
-        return PerGroup(split(vector, self.arrays), self.groups)
-
 
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
-    """Split a vector into parts with the shapes and shardings of the given arrays."""
+    """Split a vector, such as that of `PerGroup.vector`, into arrays like the given ones."""
     parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
     return [reshard_like(part.reshape(x.shape), x) for part, x in zip(parts, like, strict=False)]
