@@ -65,29 +65,33 @@ def device_count(x: Array) -> int:
 def stackable(
     *columns: Sequence[Array], labels: Sequence[Hashable] = (), max_size: float = math.inf
 ) -> list[list[int]]:
-    """Return the indices of arrays that can be stacked: those of the same types and label.
+    """Return lists of the indices of arrays that can be stacked.
 
-    With several columns, the arrays of each column are stacked. Arrays whose first column has more
-    than `max_size` elements are not stacked.
+    Entry i of each column, and label i, describe one array or several arrays that belong together.
+    Indices with equal types and labels are in one list. An index whose array in the first column
+    has more than `max_size` elements is alone in its list.
 
-    An array that may be sharded is not stacked. If arrays of different shardings are stacked, XLA
+    An array that may be sharded is alone as well. If arrays of different shardings are stacked, XLA
     changes the sharding of their producers, and may gather a gradient and its moments.
     """
-    groups: dict[Hashable, list[int]] = {}
+    indices: dict[Hashable, list[int]] = {}
     for i, arrays in enumerate(zip(*columns, strict=True)):
         key: Hashable = *map(jax.typeof, arrays), *labels[i : i + 1]
         if arrays[0].size > max_size or max(map(device_count, arrays)) > 1:
-            key = i  # alone
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
+            key = i
+        indices.setdefault(key, []).append(i)
+    return list(indices.values())
 
 
-def stack(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
-    """Stack the arrays at the indices of each group; the array of a group of one is unchanged."""
+def stack(arrays: Sequence[Array], indices: Sequence[Sequence[int]]) -> list[Array]:
+    """Stack the arrays at each list of indices, as returned by `stackable`.
+
+    An array whose list contains no other index is returned unchanged.
+    """
     stacks: list[Array] = []
-    for places in groups:
-        members = [arrays[i] for i in places]
-        stacks.append(jnp.stack(members) if len(members) > 1 else members[0])
+    for first, *rest in indices:
+        members = [arrays[first], *(arrays[i] for i in rest)]
+        stacks.append(jnp.stack(members) if rest else arrays[first])
     return stacks
 
 

@@ -202,6 +202,7 @@ def qk_clip(
 
 
 def _num_heads(x: Array, head_axis: int) -> int:
+    """Return the size of an axis, or 0 if the array does not have this axis."""
     has_axis = -np.ndim(x) <= head_axis < np.ndim(x)
     return np.shape(x)[head_axis] if has_axis else 0
 

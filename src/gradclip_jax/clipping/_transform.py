@@ -19,9 +19,9 @@ from ..norms._leaves import checked_leaves
 from ..norms._reduce import norm_of_leaves
 from ._clip import norm_clip
 from ._formula import Reaction, clamp_leaf, scale_factor
-from ._rules import EmaState, ema, zscore
+from ._rules import EmaState, capped, ema, relative_to_params, zscore
 from ._rules import percentile as percentile_rule
-from ._threshold import Threshold, capped, relative_to_params
+from ._threshold import Threshold
 
 
 @public

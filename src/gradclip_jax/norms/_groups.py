@@ -94,8 +94,6 @@ class PerGroup:
 
     def min(self, initial: float) -> Scalar:
         """Return the smallest number, at most `initial`."""
-        if self.is_scalar:
-            return jnp.minimum(self.arrays[0], initial)
         least = functools.partial(jnp.min, initial=initial)
         return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
 
