@@ -24,6 +24,7 @@ from ._checks import (
     check_arrays,
     check_choice,
     check_one_run,
+    check_optimizer_state,
     check_transformation,
     describe,
     is_traced,
@@ -31,8 +32,9 @@ from ._checks import (
 )
 from ._converters import from_own, to_own, wrapper_state
 from ._errors import public, type_error, value_error
+from ._metrics import metric_names, own_metrics
 from ._run_if import like_dtypes
-from ._states import is_own_state, metric_names, metrics, plain_arrays, with_structure_of
+from ._states import is_own_state, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from .wrappers._accumulation import AccumulationState
 from .wrappers._state import GuardState, WrapperState
@@ -102,7 +104,8 @@ def convert_state(
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
     check_arrays("params", params)
-    check_one_run(metrics(state).values())
+    check_optimizer_state(state)
+    check_one_run(value for _, _, value in own_metrics(plain_arrays(state)))
     like = tx.init(params)
     new, old = to_own(plain_arrays(like)), to_own(plain_arrays(state))
     values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))

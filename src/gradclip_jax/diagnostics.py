@@ -61,8 +61,7 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         {"['b']": 2}
     """
     hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
-    _checks.check_not_traced("tree", tree, hint)
-    _checks.check_values("tree", tree)
+    _checks.check_concrete("tree", tree, hint)
     leaves = jax.tree.leaves_with_path(tree)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.
@@ -143,10 +142,7 @@ def verify_step(
         those of the rerun state machine of Megatron-LM.
     """
     _checks.check_callable("step", step, "Pass the training step, then its arguments.")
-    _checks.check_values(
-        "args", [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-    )
-    _checks.check_not_traced("args", (args, kwargs), "Call `verify_step(jax.jit(step), ...)`.")
+    _checks.check_concrete("args", (args, kwargs), "Call `verify_step(jax.jit(step), ...)`.")
     runs = [_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2)]
     moved = _moved((args, kwargs))
     if moved is not None:

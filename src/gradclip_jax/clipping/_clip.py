@@ -178,8 +178,8 @@ def norm_clip(
         is_finite = jnp.isfinite(total)
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(argument, rules, norms, param_norms, states, is_finite)
-        factors = factors_of(norms, thresholds, is_finite, reaction)
-        clipped = _scale_leaves(leaves.arrays, factors)
+        factors = factors_of(norms, thresholds, reaction)
+        clipped = _scale_leaves(leaves.arrays, factors, is_finite)
         metrics = _metrics(total, norms, thresholds, factors, norm_axes)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
@@ -200,24 +200,24 @@ def _init_state(rules: Sequence[Rule], labels: Sequence[Hashable], num_norms: in
     return ClipState(filled(0.0), filled(UNBOUNDED), filled(1.0), fraction, states)
 
 
-def _factors(
-    norms: PerGroup, thresholds: PerGroup, is_finite: Scalar, reaction: Reaction
-) -> PerGroup:
-    """Return the factor of each norm group, or NaN for all groups if any norm is not finite."""
-
-    def factor(norm: Array, threshold: Array, is_finite: Array) -> Array:
-        return jnp.where(is_finite, factor_of(reaction, norm, threshold), jnp.nan)
-
-    return norms.map(factor, thresholds, is_finite)
+def _factors(norms: PerGroup, thresholds: PerGroup, reaction: Reaction) -> PerGroup:
+    """Return the factor of each norm group."""
+    return norms.map(functools.partial(factor_of, reaction), thresholds)
 
 
-_jitted_factors = jax.jit(_factors, static_argnums=3)
+_jitted_factors = jax.jit(_factors, static_argnums=2)
 
 
 @jax.jit
-def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
-    """Multiply each leaf by the factor of its norm group."""
+def _scale_leaves(leaves: list[Array], factors: PerGroup, is_finite: Scalar) -> list[Array]:
+    """Multiply each leaf by the factor of its norm group, or by NaN if any norm is not finite."""
+    factors = factors.map(_nan_unless, is_finite)
     return list(map(scale_leaf, leaves, factors.for_leaves(leaves)))
+
+
+def _nan_unless(factor: Array, is_finite: Array) -> Array:
+    """Return the factor, or NaN if a norm is not finite."""
+    return jnp.where(is_finite, factor, jnp.nan)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -227,7 +227,10 @@ def _metrics(
     """Return norm, threshold, factor and fraction as in `ClipState`.
 
     Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
+    A factor is reported as NaN if any norm is not finite. On GPU, XLA would compute the smallest
+    factor in separate kernels if each factor were replaced by NaN before.
     """
+    is_finite = jnp.isfinite(total)
     bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
     all_mesh_axes = frozenset[str]().union(*mesh_axes)
@@ -240,10 +243,11 @@ def _metrics(
         num_clipped = factors.count(_is_clipped)
     columns = zip(factors.arrays, mesh_axes, strict=True)
     size = sum(x.size * replica_count(frozenset(), axes) for x, axes in columns)
-    fraction = num_clipped / max(size, 1)
-    metrics: Any = total, bound, factor, fraction
+    fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
+    metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
+        factors = factors.map(_nan_unless, is_finite)
         metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
     return optax.tree.cast(metrics, jnp.float32)
 

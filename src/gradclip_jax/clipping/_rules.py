@@ -17,7 +17,7 @@ import optax
 from .._checks import (
     check_callable,
     check_count,
-    check_decays,
+    check_decay,
     check_length,
     check_number,
     is_factory,
@@ -82,7 +82,7 @@ def ema(
         Wang et al., 2025, arXiv 2502.11034.
     """
     factor = check_number("factor", factor, "The paper uses 1.05.")
-    (decay,) = check_decays(decay=decay)
+    decay = check_decay("decay", decay)
     warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 100.")
     hint = "Pass inf to disable clipping during the warm-up."
     warmup_max = check_number("warmup_max", warmup_max, hint)
@@ -170,7 +170,7 @@ def zscore(
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
     z_threshold = check_number("z_threshold", z_threshold, "The paper uses 2.5.")
-    (decay,) = check_decays(decay=decay)
+    decay = check_decay("decay", decay)
     warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 25.")
     hint = "Pass a number of consecutive outliers."
     relearn_after = check_count("relearn_after", relearn_after, hint)
