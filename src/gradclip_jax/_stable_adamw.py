@@ -15,7 +15,7 @@ from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
 from .norms._leaves import checked_leaves, flatten, is_inexact, wide_dtype
 from .norms._mesh import check_axis_name, replica_count, shard_axes
-from .norms._norm import norm_of_leaves
+from .norms._reduce import norm_of_leaves
 
 
 class StableAdamWState(NamedTuple):

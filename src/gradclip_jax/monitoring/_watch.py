@@ -30,11 +30,11 @@ from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._groups import NormGroups, reduce_axes, table_of_sums
+from ..norms._groups import NormGroups
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
-from ..norms._norm import squares
+from ..norms._reduce import reduce_axes, squares, table_of_sums
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
 from ..wrappers._inner import apply_updates
