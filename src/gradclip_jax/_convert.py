@@ -58,7 +58,8 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | nothing | a clip | nothing; its state is initialized |
-    | guards and accumulations of versions with one state for each | the same | everything |
+    | guards and accumulations of versions with one state for each | the same | everything; guards and clips \
+      with an adaptive threshold are initialized |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
@@ -269,7 +270,7 @@ def _parts(
 def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[_Part]:
     """Yield a part for each guard, without the fields that directly nested guards share."""
     for i, guard in enumerate(guards):
-        kind = type(guard.rule_state), *guard.skipped
+        kind = type(guard.rule_state), *sorted(guard.skipped)  # JAX sorts dictionaries, too
         yield _Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)
 
 
