@@ -58,8 +58,8 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | nothing | a clip | nothing; its state is initialized |
-    | guards and accumulations of versions with one state for each | the same | everything; guards and clips \
-      with an adaptive threshold are initialized |
+    | guards and accumulations of versions with one state for each | the same | everything, \
+      but guards and clips with an adaptive threshold are initialized |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
