@@ -388,7 +388,8 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
         has_outlier = "loss" in kinds and "growth" not in kinds
         if has_outlier or kinds & {"nan", "infinity"}:
             is_outlier |= rows.step == x.step
-        if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
+        is_rise = "flat" in kinds or (rewind_on_rise and kinds & {"loss", "risen"})
+        if has_outlier or is_rise:
             first = x.step - BLOCK + 1 if "risen" in kinds else x.step
             is_near = (rows.step >= first) & (rows.step < x.step + GAP)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
