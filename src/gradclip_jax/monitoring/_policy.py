@@ -411,14 +411,16 @@ def _signs(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[Sign]:
 
 
 def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return the rows of incidents of a clip since whose first small factor no loss has fallen."""
-    is_small = rows.factors.min(axis=1, initial=1.0) < STARVING
-    num_small, is_found = run_lengths(is_small, ~is_small), np.zeros(len(rows.step), bool)
-    for t in np.flatnonzero(np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])):
-        start = t + 1 - num_small[t]
-        before, since = rows.loss[max(start - QUIET, 0) : start], rows.loss[start : t + 1]
-        is_found[t] = median(since) >= median(before)  # False if there is no row before
-    return is_found
+    """Return the rows in which a clip is reported and the loss has not fallen since its onset."""
+    # In other rows, the clip did not run, or its factor means nothing.
+    has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
+    is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
+    is_starved = np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])
+    for t in np.flatnonzero(is_starved):
+        onset = 1 + np.flatnonzero(is_large[:t]).max(initial=-1)
+        before, since = rows.loss[max(onset - QUIET, 0) : onset], rows.loss[onset : t + 1]
+        is_starved[t] = onset > 0 and median(since) >= median(before)
+    return is_starved
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
