@@ -427,19 +427,20 @@ class Results:
         return {title: rows, "Runs that failed": self.failed, "Kills": kills}
 
 
-def run_model(results, number, faults_by_index):
+def run_model(results, number, numbered_faults):
     """Train a model without a fault, then with each fault, and kill every fourth run."""
-    lab, rng = Lab(MODELS[number]), np.random.default_rng(number)
+    lab = Lab(MODELS[number])
     with tempfile.TemporaryDirectory() as folder:
         job = Job(lab, Fault("none"), 0, pathlib.Path(folder, "clean"))
         clean = float(lab.evaluate(job.last))
         print(f"{lab.name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
-        for i, fault in faults_by_index:
+        for i, fault in numbered_faults:
             seed = 1000 * number + i
             job = Job(lab, fault, seed, pathlib.Path(folder, f"{i}"))
             results.add(job, clean)
             if i % 4 == 0:
-                kills = {*(1 + rng.choice(job.points, 2, replace=False)).tolist()}
+                chosen = np.random.default_rng(seed).choice(job.points, 2, replace=False)
+                kills = {*(1 + chosen).tolist()}
                 killed = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
                 results.add_killed(job, killed, clean)
 
