@@ -161,20 +161,21 @@ class Evidence(NamedTuple):
     is_fault: bool = False
 
 
-class Sign(NamedTuple):
-    """Evidence for which a single row suffices.
+class RowRule(NamedTuple):
+    """A rule by which single rows are evidence.
 
     Attributes:
         action: "rewind" or "stop".
         reason: Description.
-        is_found: bool[rows], the rows with this evidence.
-        num_windows: int[rows], the number of windows up to each row whose batches are left out.
-        is_fault: Whether the hardware or the optimizer is faulty.
+        is_met: bool[rows].
+        num_windows: int[rows], the number of windows up to each row whose batches are left out;
+            None to leave out none.
+        is_fault: As in `Evidence`.
     """
 
     action: str
     reason: str
-    is_found: HostArray
+    is_met: HostArray
     num_windows: HostArray | None = None
     is_fault: bool = False
 
@@ -238,14 +239,14 @@ class Policy:
         is_suspicious = is_bad | np.isin(rows.step, suspicious)
         num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        no_rewind = ""
-        # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
-        patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
-        signs = _signs(rows, is_bad, num_rewinds)
+        rules = _row_rules(rows, is_bad, num_rewinds)
         if self.rewind_on_rise:
             reason = f"a clip multiplies the gradients by less than {STARVING}, and the loss has "
-            signs.append(Sign("stop", f"{reason}not fallen since", _is_starved(rows, incidents)))
-        evidence = _evidence(rows, is_bad, signs, patience)
+            is_starved = _is_starved(rows, incidents)
+            rules.append(RowRule("stop", f"{reason}not fallen since", is_starved))
+        # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
+        patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
+        evidence, no_rewind = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)], ""
         # Of two reasons at the same step, one to rewind wins over one to stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
@@ -313,28 +314,22 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(
-    rows: Rows, is_bad: HostArray, signs: list[Sign], patience: int
-) -> Iterator[Evidence]:
-    """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
-    is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
+def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
+    """Yield the evidence in single rows."""
     window = _windows(rows)
+    for rule in rules:
+        for t in np.flatnonzero(rule.is_met):
+            num = 0 if rule.num_windows is None else int(rule.num_windows[t])
+            step, first = int(rows.step[t]), int(rows.step[max(t + 1 - max(num, 1), 0)])
+            left_out = _batch_ids(rows, window[t] - num + 1, window[t])
+            reason = f"step {step}: {rule.reason}"
+            yield Evidence(step, rule.action, reason, left_out, first, is_fault=rule.is_fault)
 
-    def batch_ids(first: int, last: int) -> list[int]:
-        return rows.batch_id[has_id & (window >= first) & (window <= last)].tolist()
 
-    for sign in signs:
-        for t in np.flatnonzero(sign.is_found):
-            step, num = int(rows.step[t]), 0
-            if sign.num_windows is not None:
-                num = int(sign.num_windows[t])
-            first = int(rows.step[max(t + 1 - max(num, 1), 0)])
-            left_out, reason = (
-                batch_ids(window[t] - num + 1, window[t]),
-                f"step {step}: {sign.reason}",
-            )
-            yield Evidence(step, sign.action, reason, left_out, first, is_fault=sign.is_fault)
-    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], window[is_bad]
+def _stretches(rows: Rows, is_bad: HostArray, patience: int) -> Iterator[Evidence]:
+    """Yield the stretches of bad rows that have ended, or have `patience` rows."""
+    is_closed = ~rows.has(Outcome.ACCUMULATED)
+    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], _windows(rows)[is_bad]
     last = -1
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS and stretch[0] > last:
@@ -346,8 +341,15 @@ def _evidence(
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
                 reason = f"steps {steps[first]} to {steps[last]}: {counts}"
                 reason += ", and they go on" if is_open else ""
-                found = "rewind", reason, batch_ids(first, last), int(steps[first]), is_open
+                found = "rewind", reason, _batch_ids(rows, first, last), int(steps[first]), is_open
                 yield Evidence(int(steps[known]), *found)
+
+
+def _batch_ids(rows: Rows, first: int, last: int) -> list[int]:
+    """Return the ids of the batches in the windows `first` to `last`."""
+    window = _windows(rows)
+    is_between = (window >= first) & (window <= last)
+    return rows.batch_id[rows.has(Outcome.HAS_BATCH_ID) & is_between].tolist()
 
 
 def _windows(rows: Rows) -> HostArray:
@@ -377,8 +379,8 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     return int(places[np.flatnonzero(np.diff(places, append=np.inf) > GAP + 1)[0]])
 
 
-def _signs(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[Sign]:
-    """Return the evidence in single rows after a number of rewinds."""
+def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]:
+    """Return the rules for single rows after a number of rewinds."""
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
     num_bad, num_skipped = (
@@ -397,17 +399,18 @@ def _signs(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[Sign]:
     fault = "non-finite parameters after a finite gradient: the hardware or the optimizer is faulty"
     is_fatal = ~parameter | is_bad_update
     rewind_or_stop = "rewind" if num_rewinds < MOST_REWINDS else "stop"
-    return [
-        Sign(rewind_or_stop, fault, is_fault, is_fault=True),
-        Sign("rewind", "non-finite parameters", is_fatal & ~is_fault, np.maximum(num_bad, 1)),
-        Sign("stop", "non-finite parameters and no checkpoint to restore", is_fatal),
-        Sign("rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped),
-        Sign("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
-        Sign("stop", f"no window closed in {LONGEST_WINDOW} calls", num_open > LONGEST_WINDOW),
-        Sign("stop", "hardware: replicas differ again", differs, is_fault=True)
-        if num_rewinds
-        else Sign("rewind", "replicas differ", differs, is_fault=True),
+    never = f"no window closed in {LONGEST_WINDOW} calls"
+    rules = [
+        RowRule(rewind_or_stop, fault, is_fault, is_fault=True),
+        RowRule("rewind", "non-finite parameters", is_fatal & ~is_fault, np.maximum(num_bad, 1)),
+        RowRule("stop", "non-finite parameters and no checkpoint to restore", is_fatal),
+        RowRule("rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped),
+        RowRule("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
+        RowRule("stop", never, num_open > LONGEST_WINDOW),
     ]
+    if num_rewinds == 0:
+        return [*rules, RowRule("rewind", "replicas differ", differs, is_fault=True)]
+    return [*rules, RowRule("stop", "hardware: replicas differ again", differs, is_fault=True)]
 
 
 def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
