@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import os
@@ -45,7 +46,9 @@ class Monitor:
     | more than `history` steps since the last call | reads the last rows, and counts the others |
     | the state was restored from a checkpoint | continues from its step; marks replaced lines |
     | the file `log` exists | raises, or with `resume=True` continues the run in this file |
-    | the log cannot be written | raises; the next call reads and writes the same rows |
+    | the file `log` cannot be written | raises; the next call reads and writes the same rows |
+    | the function `log` raises | raises, although the rows count as read and are in `report`; the |
+    | | next call begins with the line for which the function raised |
     | the state of other parameters | raises |
     | several processes | all must call `read`, which waits for the others; process 0 writes the |
     | | log, and with `resume=True` all must be able to read it |
@@ -120,6 +123,7 @@ class Monitor:
         columns = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(columns, names)
         self._has_read, self._is_resumed, self._values = False, resume, None
+        self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
         self._remark = ""  # of `read_log`, about the lines that are not rows
         events = lines_with(columns, ["rewind_to"]) | lines_with(columns, DECISION)
         in_order = (event for _, event in sorted(events.items()))
@@ -147,8 +151,10 @@ class Monitor:
             TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
             ValueError: If the state belongs to other parameters or to several runs, or if processes
                 have resumed different logs.
-            OSError: If the log cannot be written. The monitor is unchanged, so that the call can be
-                repeated.
+            OSError: If the file `log` cannot be written. The monitor is unchanged, so that the call
+                can be repeated.
+            Exception: If the function `log` raises. The rows count as read, because some of their
+                lines may have been logged; the report is in `report`.
         """
         try:
             row = state if isinstance(state, Row) else find_watch(state, self._which).rows
@@ -191,7 +197,13 @@ class Monitor:
                 lines.append(dict(zip(DECISION, self.report, strict=False)))
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
-            self._write(lines)
+            if self._log is not None and not callable(self._log):
+                append_lines(self._log, lines)
+        if callable(self._log):
+            self._unsent.extend(lines)
+            while self._unsent:
+                self._log(dict(self._unsent[0]))
+                self._unsent.popleft()
         return self.report
 
     def summary(self) -> str:
@@ -243,14 +255,6 @@ class Monitor:
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         return np.isin(rows.step, [*closed[first], *near])
-
-    def _write(self, lines: list[Line]) -> None:
-        """Write lines to the log, if there is one."""
-        if callable(self._log):
-            for line in lines:
-                self._log(dict(line))
-        elif self._log is not None:
-            append_lines(self._log, lines)
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Generator[None]:
