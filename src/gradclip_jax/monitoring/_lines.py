@@ -164,14 +164,20 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
     keys = np.zeros(size, int)  # the keys of `_ROW` in each line, as bits
     for i, key in enumerate(_ROW):
         keys[[*columns.get(key, ())]] |= 1 << i
+    lines, rows = np.flatnonzero(keys), np.full(size, -1)
+    values = [*map(columns.get("step", {}).get, lines.tolist())]
+    numbers = _numbers(values)
+    known = np.array(numbers, float)  # NaN instead of None
+    has_numbers = np.all(abs(known) < _MAX_STEP)
+    if has_numbers and not columns.get("rewind_to") and np.all(np.diff(np.trunc(known)) > 0):
+        rows[lines] = np.arange(len(lines))  # most logs
+        return known.astype(int).tolist(), rows, ""
     keys = keys.tolist()
-    step_column = {i: x for i, x in columns.get("step", {}).items() if x not in (None, "")}
-    numbers = dict(zip(step_column, _numbers(step_column.values()), strict=True))
     # The first line of each step, the steps in increasing order, and the first line of each row.
     table, steps, first_lines, last = dict[int, int](), list[int](), list(range(size)), -1
     num_lines = num_replaced = num_resumed = num_unknown = 0
-    for line in np.flatnonzero(keys).tolist():
-        number = numbers.get(line, last + 1)
+    for line, value, number in zip(lines.tolist(), values, numbers, strict=True):
+        number = last + 1 if value in (None, "") else number
         if number is None or not abs(number) < _MAX_STEP:
             num_unknown += 1
             continue
@@ -196,7 +202,6 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
         else:
             first_lines[line], keys[first] = first, keys[first] | keys[line]
         last, num_lines = step, num_lines + 1
-    rows = np.full(size, -1)
     rows[[table[step] for step in steps]] = np.arange(len(steps))
     remarks = list[str]()
     if num_replaced:
