@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from benchmarks import _report
 from benchmarks._models import MODELS, Model, gpt, ppo
@@ -39,15 +40,9 @@ BESIDE_NOTHING = {"bytes / nothing": "bytes, N", "launches / nothing": "launches
 GOALS_OF = {"PPO": {"launches": (1.05, 0.0)}}
 
 
-def measure(step: Step, model: Model, platform: str, *, many: bool = False) -> Record:
+def measure(step: Step, model: Model, platform: str, mesh: Mesh | None = None) -> Record:
     """The columns of one step."""
-    state, size, out = step.state(model.params), model.size, None
-    if many:
-        args, size = _sharded.placed(model, state, _sharded.mesh(platform))
-        out = (*(jax.tree.map(lambda x: x.sharding, tree) for tree in args[:2]), None)
-    else:
-        args = _devices.placed((model.params, state, model.batch), _devices.one_device(platform))
-    found = _devices.compile_for(platform, step.run, *args, donate=(0, 1), out_shardings=out)
+    found, size = compile_step(step, model, platform, mesh)
     program = found.program
     phases = {"": program.all, "held": program.held, "emitted": program.emitted}
     return {
@@ -58,6 +53,20 @@ def measure(step: Step, model: Model, platform: str, *, many: bool = False) -> R
         "trace s": round(found.trace_seconds, 2),
         "compile s": round(found.compile_seconds, 2),
     }
+
+
+def compile_step(
+    step: Step, model: Model, platform: str, mesh: Mesh | None = None
+) -> tuple[_devices.Compiled, int]:
+    """The program of a step on one device or a mesh, and the bytes of parameters on a device."""
+    state, size, out = step.state(model.params), model.size, None
+    if mesh is None:
+        args = _devices.placed((model.params, state, model.batch), _devices.one_device(platform))
+    else:
+        args, size = _sharded.placed(model, state, mesh)
+        out = (*(jax.tree.map(lambda x: x.sharding, tree) for tree in args[:2]), None)
+    found = _devices.compile_for(platform, step.run, *args, donate=(0, 1), out_shardings=out)
+    return found, size
 
 
 def _columns_of(counts: Counts, size: int) -> Record:
@@ -114,7 +123,8 @@ def main() -> None:
         if known:
             continue
         model = (MODELS | ON_MANY)[title]()
-        found = measure(maker(model), model, platform, many=title in ON_MANY)
+        mesh = _sharded.mesh(platform) if title in ON_MANY else None
+        found = measure(maker(model), model, platform, mesh)
         print(f"  {json.dumps(found)}", flush=True)
         records[key] = {"about": about, **found}
         options.results.write_text(json.dumps(records, indent=1) + "\n")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_not_traced
+from .._checks import check_concrete
 from .._errors import value_error
 from .._types import Array, HostArray, Scalar, Tree
 from ..norms._granularity import group_names
@@ -157,7 +157,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         ValueError: If the rows belong to other parameters, or to several runs, as with `vmap` over
             seeds.
     """
-    check_not_traced("state", row, "Return the state from `jit`, and read it on the host.")
+    check_concrete("state", row, "Return the state from `jit`, and read it on the host.")
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"

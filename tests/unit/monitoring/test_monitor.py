@@ -324,6 +324,7 @@ def titles(figure):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")  # of matplotlib, about the layout
 def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path):
     line = {"loss": 1.0, "gradient_norm": 3.0}
     line |= {f"{name}_norm/w{i}": 1.0 for name in ("gradient", "update") for i in range(50)}
@@ -342,3 +343,14 @@ def test_a_plot_shows_at_most_forty_units_with_those_of_incidents_first(tmp_path
     figure.savefig(tmp_path / "run.png")
     figure = gcx.diagnostics.plot_log([{"loss": 1.0, "norm": 2.0}])  # of another trainer
     assert titles(figure) == ["loss", "gradient norm"]
+
+
+@pytest.mark.slow
+def test_a_streak_is_described_by_its_incident_with_most_kinds_and_zeros_keep_the_axis_logarithmic():
+    losses = 1 + 0.1 * np.sin(np.arange(200))
+    losses[150], losses[153], losses[190] = 1.9, 900, 0
+    norms = np.where(np.arange(200) == 153, 100.0, 1.0)
+    log = [{"loss": x, "norm": y} for x, y in zip(losses, norms, strict=True)]
+    figure = gcx.diagnostics.plot_log(log)
+    assert figure.get_supxlabel().startswith("step 153: applied, gradient norm 1e+02 (threshold 5)")
+    assert figure.axes[0].get_yscale() == "log" and figure.axes[0].get_ylim()[0] > 0.1
