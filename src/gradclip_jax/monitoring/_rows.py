@@ -5,8 +5,10 @@
 | `Row` | the integers that `watch` writes on the device, one for each number of a step |
 | `Rows` | NumPy arrays on the host, with the names of their columns in `Names` |
 | `Line` | a dictionary for one step, in a log |
+| `Columns` | all values of each key in a log |
 
-`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and back.
+`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and
+`Columns` to `Rows`.
 """
 
 import math
@@ -38,6 +40,9 @@ them."""
 
 Line: TypeAlias = Mapping[str, Any]
 """A line of a log, with the keys that docs/rows.md describes."""
+
+Columns: TypeAlias = dict[str, dict[int, Any]]
+"""The values of each key in a log, by the index of their line."""
 
 
 class Names(NamedTuple):
