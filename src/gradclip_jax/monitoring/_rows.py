@@ -5,8 +5,10 @@
 | `Row` | the integers that `watch` writes on the device, one for each number of a step |
 | `Rows` | NumPy arrays on the host, with the names of their columns in `Names` |
 | `Line` | a dictionary for one step, in a log |
+| `Columns` | all values of each key in a log |
 
-`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and back.
+`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and
+`Columns` to `Rows`.
 """
 
 import math
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_not_traced
+from .._checks import check_concrete
 from .._errors import value_error
 from .._types import Array, HostArray, Scalar, Tree
 from ..norms._granularity import group_names
@@ -38,6 +40,9 @@ them."""
 
 Line: TypeAlias = Mapping[str, Any]
 """A line of a log, with the keys that docs/rows.md describes."""
+
+Columns: TypeAlias = dict[str, dict[int, Any]]
+"""The values of each key in a log, by the index of their line."""
 
 
 class Names(NamedTuple):
@@ -152,7 +157,7 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         ValueError: If the rows belong to other parameters, or to several runs, as with `vmap` over
             seeds.
     """
-    check_not_traced("state", row, "Return the state from `jit`, and read it on the host.")
+    check_concrete("state", row, "Return the state from `jit`, and read it on the host.")
     values, clips, checksum = jax.device_get(row)
     if np.any(np.asarray(checksum) != names.checksum):
         rule = f"the state of `watch` for parameters with {len(names.units)} units"

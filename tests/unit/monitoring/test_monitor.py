@@ -172,6 +172,27 @@ def test_the_log_has_every_step_and_the_norms_of_units_around_incidents(tmp_path
         assert [str(x) for x in log.incidents] == [str(x) for x in monitor.incidents]
 
 
+@pytest.mark.parametrize("place", [0, 10, 17])  # the first row, a bad row, an incident
+def test_a_function_that_fails_at_a_line_is_called_with_no_other_line_twice(place):
+    expected, seen, calls = [], [], []
+
+    def log(line):
+        calls.append(line)
+        if len(calls) == 1 + place:
+            raise OSError("no connection")
+        seen.append(line)
+
+    whole, monitor = gcx.Monitor(PARAMS, log=expected.append), gcx.Monitor(PARAMS, log=log)
+    state = train(TX.init(PARAMS), 0, 36, bad=(30,))
+    report = whole.read(state)
+    with pytest.raises(OSError, match="no connection"):
+        monitor.read(state)
+    assert str(monitor.report) == str(report) and monitor.incidents == whole.incidents
+    state = train(state, 36, 40)
+    assert str(monitor.read(state)) == str(whole.read(state))
+    assert str(seen) == str(expected) and len(calls) == len(seen) + 1
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_after_a_rewind_the_log_marks_the_lines_that_were_replaced(tmp_path, restarts):
     path = tmp_path / "run.jsonl"
