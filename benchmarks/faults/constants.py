@@ -21,7 +21,7 @@ from gradclip_jax.monitoring._detect import Detector
 
 CONSTANTS = (
     *("WINDOW", "PERIOD", "BLOCK", "UNLEARNED", "WIDTH tree", "WIDTH other", "TAIL tree"),
-    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
+    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "FLAT", "BAD_ROWS"),
 )
 """The other constants of the policy change nothing in these logs, which do not have the factors of
 clips either; the tests show what they are for."""
@@ -37,7 +37,7 @@ def scale(constant, factor):
             undo.append((module, name, old))
             value = old[entry[0]] if entry else old
             # The ratios are compared with 1.
-            is_ratio = name == "RATIO"
+            is_ratio = name in ("RATIO", "FLAT")
             new = value**factor if is_ratio else type(value)(value * factor)
             setattr(module, name, {**old, entry[0]: new} if entry else new)
     return undo, new
@@ -49,7 +49,10 @@ def measure(logs, incidents):
     for (entry, steps, rows, _), found in zip(logs, incidents, strict=True):
         own = count(np.array([x.step for x in found], int), steps, entry)
         total += own
-        acts = [first_action(rows, found, rewind_on_rise=x)[0] != "none" for x in (True, False)]
+        acts = [
+            bool(found) and first_action(rows, found, rewind_on_rise=x)[0] != "none"
+            for x in (True, False)
+        ]
         actions += np.array(acts) * (own[1, 1] > 0)
         healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
     keys = "obvious incidents", "onsets", "within 12 rows"
@@ -73,6 +76,7 @@ def main():
         return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
 
     results = [{"constant": "none", "changed to": ""} | measured()]
+    print(*results[-1].values(), sep=" | ", flush=True)
     for constant in CONSTANTS:
         both = []
         for factor in (0.5, 2):
