@@ -124,7 +124,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
 
 
 def check_arity(argument: str, rule: Rule) -> None:
-    """Raise if the functions of a rule have other numbers of arguments."""
+    """Raise if `init` or `update` of a rule cannot be called with its arguments."""
     for name, fun, arguments in (
         ("init", rule.init, ("zeros",)),
         ("update", rule.update, ("norm", "state", "param_norm")),
@@ -160,7 +160,8 @@ def apply_rule(
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
-    The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
+    Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite;
+    `is_finite` is about the norms that this rule does not receive.
     """
     if rule.init is None:
         value, old_state = norm, ()
