@@ -120,6 +120,7 @@ class Monitor:
         lines = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(lines, names)
         self._has_read, self._is_resumed, self._values = False, resume, None
+        self._sent: set[str] = set()  # lines of a call that failed, which are not sent again
         self._remark = ""  # of `read_log`, about the lines that are not rows
         events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
         self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
@@ -244,10 +245,13 @@ class Monitor:
         return np.isin(rows.step, [*closed[first], *near])
 
     def _write(self, lines: list[Line]) -> None:
-        """Write lines to the log, if there is one."""
+        """Write lines to the log, if there is one; a function may fail and be called again."""
         if callable(self._log):
             for line in lines:
-                self._log(dict(line))
+                if repr(line) not in self._sent:
+                    self._log(dict(line))
+                    self._sent.add(repr(line))
+            self._sent.clear()
         elif self._log is not None:
             append_lines(self._log, lines)
 
