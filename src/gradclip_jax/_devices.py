@@ -54,6 +54,8 @@ def device_count(x: Array) -> int:
     The type of an array shows neither its sharding over automatic mesh axes nor the argument
     `in_shardings` of `jit`.
     """
+    if not x.ndim:
+        return 1
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return jax.device_count()
@@ -63,34 +65,33 @@ def device_count(x: Array) -> int:
 def stackable(
     *columns: Sequence[Array], labels: Sequence[Hashable] = (), max_size: float = math.inf
 ) -> list[list[int]]:
-    """Return the indices of arrays that can be stacked: those of the same types and label.
+    """Return lists of the indices of arrays that can be stacked.
 
-    With several columns, the arrays of each column are stacked. Arrays whose first column has more
-    than `max_size` elements are not stacked.
+    Two indices are in one list if their arrays have equal types in each column, and if their labels
+    are equal. If an array of the first column has more than `max_size` elements, its index is alone
+    in its list.
 
-    An array that may be sharded is not stacked. If arrays of different shardings are stacked, XLA
-    changes the sharding of their producers, and may gather a gradient and its moments.
+    The index of an array that may be sharded is alone as well. If arrays of different shardings are
+    stacked, XLA changes the sharding of their producers, and may gather a gradient and its moments.
     """
-    groups: dict[Hashable, list[int]] = {}
+    indices: dict[Hashable, list[int]] = {}
     for i, arrays in enumerate(zip(*columns, strict=True)):
         key: Hashable = *map(jax.typeof, arrays), *labels[i : i + 1]
-        if arrays[0].size > max_size or max(map(_max_shards, arrays)) > 1:
-            key = i  # alone
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
+        if arrays[0].size > max_size or max(map(device_count, arrays)) > 1:
+            key = i
+        indices.setdefault(key, []).append(i)
+    return list(indices.values())
 
 
-def _max_shards(x: Array) -> int:
-    """Return the largest possible number of shards of an array."""
-    return device_count(x) if x.ndim else 1
+def stack(arrays: Sequence[Array], indices: Sequence[Sequence[int]]) -> list[Array]:
+    """Stack the arrays at each list of indices, as returned by `stackable`.
 
-
-def stack(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
-    """Stack the arrays at the indices of each group; the array of a group of one is unchanged."""
+    An array whose list contains no other index is returned unchanged.
+    """
     stacks: list[Array] = []
-    for places in groups:
-        members = [arrays[i] for i in places]
-        stacks.append(jnp.stack(members) if len(members) > 1 else members[0])
+    for first, *rest in indices:
+        members = [arrays[i] for i in (first, *rest)]
+        stacks.append(jnp.stack(members) if rest else arrays[first])
     return stacks
 
 

