@@ -223,12 +223,15 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
-    """Call a schedule of a user, and raise if it does not return a real scalar."""
-    value = call_user(argument, "schedule", schedule, step)
+    """Call a schedule of a user, and raise if it does not return a real scalar.
+
+    A NumPy or Python number becomes a float as in `check_number`.
+    """
+    value, hint = call_user(argument, "schedule", schedule, step), "Return one number per step."
     if not is_scalar(value, jnp.floating, jnp.integer):
-        rule, hint = "a schedule that returns a real scalar", "Return one number per step."
-        raise type_error(argument, rule, describe(value), hint)
-    return value
+        raise type_error(argument, "a schedule that returns a real scalar", describe(value), hint)
+    is_array = isinstance(value, jax.Array)
+    return value if is_array else check_number(argument, value, hint, "[-inf, inf]")
 
 
 def check_callable(argument: str, value: object, hint: str) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import check_number, is_float0, shortened
+from ._checks import check_number, is_float0, is_scalar, is_traced, shortened
 from ._devices import summand
 from ._errors import type_error
 from ._types import Array, Scalar, Tree
@@ -107,6 +107,7 @@ def sum_dtype(kind: DTypeLike, dtype: DTypeLike | None) -> DTypeLike:
 def as_weight(weight: Any) -> Scalar:
     """Convert a weight to float32[]; NaN is allowed, because guards skip it."""
     hint = "Pass the number of examples or tokens in the micro-batch."
-    if not (isinstance(weight, (float, np.floating)) and np.isnan(weight)):
+    is_known = is_scalar(weight, jnp.floating) and not is_traced(weight)
+    if not (is_known and weight != weight):
         check_number("weight", weight, hint, "[0, inf]")
     return jnp.asarray(weight, jnp.float32)

@@ -98,11 +98,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        value = call_schedule(argument, schedule, count)
-        is_array = isinstance(value, jax.Array)
-        hint = "Return a positive number, or inf for no threshold."
-        value = value if is_array else check_number(argument, value, hint, "[-inf, inf]")
-        return jnp.asarray(value), increment_where(count)
+        return jnp.asarray(call_schedule(argument, schedule, count)), increment_where(count)
 
     return Rule(init, update, allow_negative=True, counts_nonfinite=True, name="schedule")
 
