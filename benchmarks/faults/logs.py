@@ -98,11 +98,11 @@ def alarms(rule, columns):
     return np.flatnonzero(found)
 
 
-def detect(lines):
-    """The rows, names and incidents of a log."""
+def numbered_rows(lines):
+    """The rows of a log and their names, with the number of the row as its step."""
     # Some logs have the rows of a restart appended, with the same steps.
     rows, names, _ = to_rows(read_columns([x | {"step": i} for i, x in enumerate(lines)]))
-    return rows, names, Detector(names).update(rows)
+    return rows, names
 
 
 def first_action(rows, incidents, **options):
@@ -220,7 +220,8 @@ def main():
             np.array([x.get(k) if x.get(k) is not None else np.nan for x in lines], float)
             for k in ("loss", "grad_norm")
         ]
-        rows, _, incidents = detect(lines)
+        rows, names = numbered_rows(lines)
+        incidents = Detector(names).update(rows)
         found = np.array([x.step for x in incidents], int)
         totals["gradclip_jax"] += (own := count(found, steps, entry))
         for rule, of_values in RULES.items():

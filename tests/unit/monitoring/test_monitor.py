@@ -37,6 +37,18 @@ def one_step(size):
     return TX.update(jax.tree.map(lambda x: x * size, PARAMS), TX.init(PARAMS), PARAMS)[1]
 
 
+def scan_of_vmap(losses):
+    """Return the stack of rows of a scan over steps, each of which trains several runs."""
+
+    def step(states, _):
+        states = jax.vmap(lambda state, x: TX.update(PARAMS, state, PARAMS, value=x)[1])(
+            states, losses
+        )
+        return states, jax.vmap(gcx.last_row)(states)
+
+    return jax.lax.scan(step, jax.vmap(lambda _: TX.init(PARAMS))(losses), length=3)[1]
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -93,8 +105,9 @@ def test_rows_of_open_windows_are_empty_or_repeated():
         (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
         (lambda: TX.init(PARAMS), {"trainable": {"a": True, "b": False}}, ValueError, "trainable"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
-        (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
-        (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, "one run"),
+        (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, r"x\[i\]"),
+        (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, r"x\[i\]"),
+        (lambda: scan_of_vmap(jnp.arange(2.0)), {}, ValueError, r"x\[:, i\]"),
     ],
 )
 def test_states_that_cannot_be_read_raise(state, options, error, match):
