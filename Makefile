@@ -130,16 +130,24 @@ test-trainer-%: .venv-trainer-%/.installed
 # each. Archives on PyPI have no tests except Optax' wheel, so that a clone is needed: of GitHub, or of
 # CLONES=/path, a folder with owner/name in it. A command, not in CI.
 CLONES ?= https://github.com
-THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel optax jax_privacy
+THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel axlearn optax jax_privacy
+# The commit is that of the table in docs/trainers/index.md.
 CLONE_tunix := google/tunix
+COMMIT_tunix := c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3
 CLONE_maxtext := AI-Hypercomputer/maxtext
+COMMIT_maxtext := e591f30cbbf217ed67ef71263ec0538239f9c3b8
 CLONE_levanter := marin-community/levanter
+COMMIT_levanter := 9263f81e8b453241332c2c0b2d2001bfb2d2241c
 CLONE_easydel := erfanzar/EasyDeL
+COMMIT_easydel := 090a03b2e0b3606bd38e0e3fcfdc640cd7e6e246
+CLONE_axlearn := apple/axlearn
+COMMIT_axlearn := 34aed43c1b6e581c4753d06d7cbeedd5010ef26b
 CLONE_jax_privacy := google-deepmind/jax_privacy
 PATH_tunix := .theirs/$(CLONE_tunix)
 PATH_maxtext := .theirs/$(CLONE_maxtext)/src
 PATH_levanter := .theirs/$(CLONE_levanter)/src
 PATH_easydel := .theirs/$(CLONE_easydel)
+PATH_axlearn := .theirs/$(CLONE_axlearn)
 test-their-own:  ## trainers' and peers' own tests through adapters; THEIRS="levanter optax" are two
 	@mkdir -p build; rm -f build/their_own.md
 	@for name in $(THEIRS); do $(MAKE) --no-print-directory test-their-own-$$name || failed=1; done; \
@@ -153,8 +161,10 @@ test-their-own-%:
 	@test jax_privacy != $* -o -d "$(CLONE)" || { mkdir -p $(CLONE) && \
 		$(PY) -m pip download --quiet --no-deps --no-binary :all: -d build jax-privacy==2.0.0 && \
 		tar -xzf build/jax_privacy-2.0.0.tar.gz --strip-components=1 -C $(CLONE); }
-	@test -z "$(CLONE)" -o -d "$(CLONE)" || \
-		git clone --quiet --depth 1 $(CLONES)/$(CLONE_$(SUITE)) $(CLONE)
+	@test -z "$(CLONE)" -o -d "$(CLONE)" || { git init --quiet $(CLONE) && \
+		git -C $(CLONE) fetch --quiet --depth 1 $(CLONES)/$(CLONE_$(SUITE)) $(COMMIT_$(SUITE)) && \
+		git -C $(CLONE) checkout --quiet FETCH_HEAD; } || { rm -rf $(CLONE); \
+		echo "$(CLONES)/$(CLONE_$(SUITE)) has no commit $(COMMIT_$(SUITE)). Unpack it into $(CLONE)."; exit 1; }
 	@set -e; folder="$(or $(CLONE),$$(cd build; ../$(PY) -c 'import optax; print(*optax.__path__)'))"; \
 	for devices in 1 8; do echo "== $* on $$devices"; \
 		JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$$devices \
@@ -162,6 +172,9 @@ test-their-own-%:
 		> build/their_own_$*.log || { tail -n 30 build/their_own_$*.log; exit 1; }; done
 	@tail -n 1 build/their_own_$*.log | tee -a build/their_own.md
 
+# As axlearn pins them, and what its modules import; the whole of its own list does not install together.
+.venv-trainer-axlearn/.installed: REQUIRES = jax==0.8.3 tensorflow-cpu seqio-nightly attrs chex portpicker \
+	toml prefixed nltk absl-py
 .venv-trainer-optax/.installed: REQUIRES = 'optax>=0.2.8' flax absl-py
 .venv-trainer-jax_privacy/.installed: REQUIRES = jax-privacy==2.0.0 dp-accounting chex absl-py
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro

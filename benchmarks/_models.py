@@ -76,11 +76,16 @@ def _layer_norm(x: jax.Array, p: Tree) -> jax.Array:
     return (x - mean) * lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"]
 
 
-def _block_shapes(width: int, *stacked: int) -> Tree:
+def _block_shapes(width: int, *stacked: int, experts: int = 0) -> Tree:
     def leaf(*shape: int) -> Any:
         return _f32(*stacked, *shape)
 
     norm = {"scale": leaf(width), "bias": leaf(width)}
+    of_experts = {
+        "router": leaf(width, experts),
+        "up": leaf(experts, width, 4 * width),
+        "down": leaf(experts, 4 * width, width),
+    }
     return {
         "norm1": norm,
         "qkv": leaf(width, 3 * width),
@@ -92,7 +97,20 @@ def _block_shapes(width: int, *stacked: int) -> Tree:
         "up_bias": leaf(4 * width),
         "down": leaf(4 * width, width),
         "down_bias": leaf(width),
-    }
+    } | (of_experts if experts else {})
+
+
+def _routed(x: jax.Array, p: Tree) -> jax.Array:
+    """The MLP of one expert for each token; tokens beyond twice an expert's share have no MLP."""
+    count = p["router"].shape[-1]
+    gates = jax.nn.softmax(x @ p["router"])
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), count)
+    places = jnp.cumsum(chosen, 1) * chosen - 1  # one_hot of -1 is zero
+    slots = jax.nn.one_hot(places, 2 * x.shape[1] // count)
+    hidden = jnp.einsum("btec,btd,edh->ebch", slots, x, p["up"], optimize=[(0, 1), (0, 1)])
+    hidden = jax.nn.gelu(hidden + p["up_bias"])
+    out = jnp.einsum("ebch,ehd->ebcd", hidden, p["down"])
+    return jnp.einsum("btec,bte,ebcd->btd", slots, gates, out)
 
 
 def _block(x: jax.Array, p: Tree, *, heads: int) -> jax.Array:
@@ -103,8 +121,10 @@ def _block(x: jax.Array, p: Tree, *, heads: int) -> jax.Array:
     scores = jnp.where(np.tri(tokens, dtype=bool), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
     x = x + mixed.reshape(x.shape) @ p["out"] + p["out_bias"]
-    hidden = jax.nn.gelu(_layer_norm(x, p["norm2"]) @ p["up"] + p["up_bias"])
-    return x + hidden @ p["down"] + p["down_bias"]
+    normed = _layer_norm(x, p["norm2"])
+    if "router" in p:
+        return x + _routed(normed, p) + p["down_bias"]
+    return x + jax.nn.gelu(normed @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
 
 def _blocks(x: jax.Array, blocks: Tree, *, heads: int) -> jax.Array:
@@ -117,13 +137,24 @@ def _blocks(x: jax.Array, blocks: Tree, *, heads: int) -> jax.Array:
     return lax.scan(jax.checkpoint(lambda x, p: (block(x, p), None)), x, blocks)[0]
 
 
-def gpt(layers: int, width: int, vocabulary: int, batch: int, tokens: int, *, scan: bool) -> Model:
-    """A GPT with heads of 64 whose embedding is also its last layer."""
+def gpt(
+    layers: int,
+    width: int,
+    vocabulary: int,
+    batch: int,
+    tokens: int,
+    *,
+    scan: bool,
+    experts: int = 0,
+) -> Model:
+    """A GPT with heads of 64 whose embedding is also its last layer; with `experts`, a mixture."""
+    stacked = (layers,) if scan else ()
+    block = _block_shapes(width, *stacked, experts=experts)
     params = {
         "embed": _f32(vocabulary, width),
         "position": _f32(tokens, width),
         "norm": {"scale": _f32(width), "bias": _f32(width)},
-        "blocks": _block_shapes(width, layers) if scan else [_block_shapes(width)] * layers,
+        "blocks": block if scan else [block] * layers,
     }
 
     def loss(params: Tree, ids: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def _updated(tx: Any, value_and_grad: Any = jax.value_and_grad) -> Maker:
     return make
 
 
-def _applied(tx: Any) -> Maker:
+def applied(tx: Any) -> Maker:
     """By `apply_gradients`."""
 
     def make(model: Model) -> Step:
@@ -128,18 +128,20 @@ OPTAX = {
 _CLIP = _then_adamw(gcx.clip_by_global_norm(1.0))
 
 
-def _watched(*of: str) -> Maker:
-    """The clip and AdamW, watched; of stacked blocks each layer by itself."""
+def watched(
+    tx: Any, make: Callable[[Any], Maker], of: Any = ("gradient", "update", "parameter")
+) -> Maker:
+    """A watched transformation; of stacked blocks each layer by itself."""
 
-    def make(model: Model) -> Step:
+    def watch(model: Model) -> Step:
         params, granularity = model.params, "leaf"
         if isinstance(params, dict):
             # A list of blocks is unrolled, a dict of arrays is stacked.
             axes = {name: int(name == "blocks" and type(x) is dict) for name, x in params.items()}
             granularity = gcx.granularities.layer(axes)
-        return _updated(gcx.watch(_CLIP, of=of, granularity=granularity))(model)
+        return make(gcx.watch(tx, of=of, granularity=granularity))(model)
 
-    return make
+    return watch
 
 
 def _example_loss(model: Model) -> Callable[..., jax.Array]:
@@ -172,7 +174,7 @@ def _aggregated(model: Model) -> Step:
 
 # Too large for the table of all models; `gpu.py` times them.
 PER_EXAMPLE = {"ours": _per_example, "Optax": _aggregated}
-_ACCUMULATED = gcx.accumulate_gradients(_CLIP, EVERY)
+ACCUMULATED = gcx.accumulate_gradients(_CLIP, EVERY)
 _SPIKES = gcx.skip_spikes(_ADAMW, norm=gcx.thresholds.mean_std(6.0))
 ROWS = {
     "clip_by_global_norm": Row(_updated(_CLIP), "clip_by_global_norm"),
@@ -187,27 +189,29 @@ ROWS = {
     ),
     "autoclip": Row(_updated(_then_adamw(gcx.autoclip())), "clip_by_global_norm"),
     "adagc": Row(_updated(_then_adamw(gcx.adagc())), "clip_by_global_norm"),
-    "skip_nonfinite": Row(_applied(gcx.skip_nonfinite(_ADAMW)), "apply_if_finite"),
-    "skip_nonfinite(clip)": Row(_applied(gcx.skip_nonfinite(_CLIP)), "apply_if_finite(clip)"),
+    "skip_nonfinite": Row(applied(gcx.skip_nonfinite(_ADAMW)), "apply_if_finite"),
+    "skip_nonfinite(clip)": Row(applied(gcx.skip_nonfinite(_CLIP)), "apply_if_finite(clip)"),
     'skip_nonfinite(check="step")': Row(
-        _applied(gcx.skip_nonfinite(_ADAMW, check="step")), "apply_if_finite"
+        applied(gcx.skip_nonfinite(_ADAMW, check="step")), "apply_if_finite"
     ),
-    "skip_spikes(norm=10.0)": Row(_applied(gcx.skip_spikes(_ADAMW, norm=10.0)), "apply_if_finite"),
-    "skip_spikes": Row(_applied(_SPIKES), "apply_if_finite"),
-    "dynamic_loss_scale": Row(_applied(gcx.dynamic_loss_scale(_ADAMW)), "apply_if_finite"),
-    "accumulate_gradients(clip)": Row(_applied(_ACCUMULATED), "MultiSteps(clip)", True),
+    "skip_spikes(norm=10.0)": Row(applied(gcx.skip_spikes(_ADAMW, norm=10.0)), "apply_if_finite"),
+    "skip_spikes": Row(applied(_SPIKES), "apply_if_finite"),
+    "dynamic_loss_scale": Row(applied(gcx.dynamic_loss_scale(_ADAMW)), "apply_if_finite"),
+    "accumulate_gradients(clip)": Row(applied(ACCUMULATED), "MultiSteps(clip)", True),
     "accumulate_gradients(clip), bfloat16": Row(
-        _applied(gcx.accumulate_gradients(_CLIP, EVERY, accumulator_dtype=jnp.bfloat16)),
+        applied(gcx.accumulate_gradients(_CLIP, EVERY, accumulator_dtype=jnp.bfloat16)),
         "MultiSteps(clip)",
         True,
     ),
     "skip_nonfinite(accumulate_gradients(clip))": Row(
-        _applied(gcx.skip_nonfinite(_ACCUMULATED)),
+        applied(gcx.skip_nonfinite(ACCUMULATED)),
         "MultiSteps(apply_if_finite(clip), skip_not_finite)",
         True,
     ),
-    "watch(clip), the gradient": Row(_watched("gradient"), "clip_by_global_norm"),
-    "watch(clip)": Row(_watched("gradient", "update", "parameter"), "clip_by_global_norm"),
+    "watch(clip), the gradient": Row(
+        watched(_CLIP, _updated, ("gradient",)), "clip_by_global_norm"
+    ),
+    "watch(clip)": Row(watched(_CLIP, _updated), "clip_by_global_norm"),
     "microbatched_value_and_grad": Row(
         _updated(_ADAMW, lambda fun: gcx.microbatched_value_and_grad(fun, EVERY)),
         "a `scan` by hand",

@@ -1,4 +1,4 @@
-"""How the parameters and the batch of a GPT in `scan` lie on many chips."""
+"""How the parameters and the batch of a GPT are sharded over many devices."""
 
 import math
 from typing import Any
@@ -12,34 +12,43 @@ from benchmarks._models import Model
 from benchmarks.compiled import _devices
 
 Tree = Any
-# Chips by data (FSDP) and by model (tensor parallelism), and the topology that they form.
+# A topology, and the number of devices by data (FSDP) and by model (tensor or expert parallelism).
 MESHES = {"tpu": ("v5e:4x4", (4, 4)), "cuda": ("1x8x1", (4, 2))}
 BY_ROWS = ("out", "down")  # the second matrix of attention and of the MLP; others by columns
 
 
-def mesh(platform: str, chips: tuple[str, tuple[int, int]] | None = None) -> Mesh:
+def mesh(platform: str, devices: tuple[str, tuple[int, int]] | None = None) -> Mesh:
     """The devices, by data and model."""
-    topology, shape = chips or MESHES[platform]
+    topology, shape = devices or MESHES[platform]
     return Mesh(np.array(_devices.devices(platform, topology)).reshape(shape), ("data", "model"))
 
 
+def _spec(path: Any, shape: tuple[int, ...], *, scan: bool) -> P:
+    """The axes of the mesh over which a parameter is sharded; layers of a scan are not."""
+    name, stacked = path[-1].key, (None,) * (scan and path[0].key == "blocks")
+    sizes = shape[len(stacked) :]
+    if name == "embed":
+        return P("model", "data")
+    if name in ("position", "router") or (len(sizes) == 1 and path[0].key == "blocks"):
+        return P(*stacked, *(None,) * (name == "position"), "data")
+    if len(sizes) == 1:
+        return P()
+    if len(sizes) == 3:  # experts
+        return P(*stacked, "model", "data")
+    return P(*stacked, *(("model", "data") if name in BY_ROWS else ("data", "model")))
+
+
 def placed(model: Model, state: Tree, mesh: Mesh) -> tuple[tuple[Tree, Tree, Tree], int]:
-    """Parameters, state and batch as shapes on the mesh, and the bytes of parameters on a chip.
+    """Parameters, state and batch as shapes on the mesh, and the bytes of parameters on a device.
 
-    What has the path and the shape of a parameter lies as that does.
+    A leaf of the state with the path and the shape of a parameter is sharded as the parameter is.
     """
-
-    def spec(name: str, shape: tuple[int, ...]) -> P:
-        if name == "embed":
-            return P("model", "data")
-        if len(shape) < 2:
-            return P()
-        if len(shape) == 2:  # of every layer a vector
-            return P(None, "data")
-        return P(None, "model", "data") if name in BY_ROWS else P(None, "data", "model")
-
+    scan = isinstance(model.params["blocks"], dict)
     of_params = {
-        jax.tree_util.keystr(path): (x.shape, NamedSharding(mesh, spec(path[-1].key, x.shape)))
+        jax.tree_util.keystr(path): (
+            x.shape,
+            NamedSharding(mesh, _spec(path, x.shape, scan=scan)),
+        )
         for path, x in jax.tree.leaves_with_path(model.params)
     }
 

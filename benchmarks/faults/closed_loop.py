@@ -32,7 +32,8 @@ import gradclip_jax as gcx
 from benchmarks import _report
 from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
-from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.monitoring._lines import lines_with
+from gradclip_jax.monitoring._log import read_columns
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
 BATCHES, HELD_OUT = 1000, 64
@@ -364,9 +365,10 @@ def ending(job, clean):
 
 def events(job):
     """Return the incidents, the decisions with the batches that they leave out, and the actions."""
-    lines = read_lines(job.log)  # without lines that were cut off by a kill
-    decisions = [(x["action"], x["batch_ids"]) for x in lines if "action" in x]
-    incidents = {(x["step"], *x["kinds"]) for x in lines if "kinds" in x}
+    columns = read_columns(job.log)  # without lines that were cut off by a kill
+    decisions = lines_with(columns, ["action", "batch_ids"]).values()
+    decisions = [(x["action"], x["batch_ids"]) for x in decisions]
+    incidents = {(x["step"], *x["kinds"]) for x in lines_with(columns, ["step", "kinds"]).values()}
     return incidents, decisions, [action for action, _ in decisions]
 
 

@@ -74,7 +74,8 @@ class Run:
         self.params, self.loss, self.inner = self.model(jax.random.key(seed))
         depth = {key: int(key == "layers") for key in self.params}
         layers = gcx.granularities.layer(depth)
-        inner = gcx.skip_nonfinite(optax.chain(self.inner, scaled_by_fault()))
+        # A guard may contain an accumulation only directly.
+        inner = optax.chain(gcx.skip_nonfinite(self.inner), scaled_by_fault())
         self.tx = gcx.watch(inner, granularity=layers, history=1)
         self.names = names_of(self.params, layers, None, None)
 

@@ -50,7 +50,7 @@ from .accumulation._microbatch import microbatched_value_and_grad as microbatche
 from .accumulation._window import flush as flush, reset_accumulation as reset_accumulation
 from .wrappers._state import has_updated as has_updated
 from .wrappers._update import apply_gradients as apply_gradients
-from ._states import metrics as metrics
+from ._metrics import metrics as metrics
 from ._rounding import round_stochastically as round_stochastically
 from ._stable_adamw import stable_adamw as stable_adamw
 

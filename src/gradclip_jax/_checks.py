@@ -1,15 +1,16 @@
-"""Checks of hyperparameters when a transformation is built, and of pytrees at trace time.
+"""Checks of arguments: of hyperparameters when a transformation is built, of pytrees at trace time.
 
-Traced values are not checked.
+Traced values are not checked. The file contains, in this order: formatting for messages, types of
+values, numbers and options, functions and transformations, arrays and trees, optimizer states, and
+trees of parameters with prefix trees.
 """
 
-import functools
 import inspect
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from ._types import UNBOUNDED, Count, Labels, Order, Path, Tree
 _SHOWN = 5  # maximum number of invalid leaves listed in an error message
 _SHOWN_CHARACTERS = 200
 _TINY = float(np.finfo(np.float32).tiny)
+
+# Formatting
 
 
 def describe(leaf: Any) -> str:
@@ -48,37 +51,11 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def dtype_of(leaf: Any) -> np.dtype:
-    """Return the dtype of an array or a Python number, or `object` for other values."""
-    if hasattr(leaf, "dtype"):
-        return leaf.dtype
-    # `jnp.result_type` would raise for other objects.
-    return np.dtype(type(leaf) if isinstance(leaf, (bool, int, float, complex)) else object)
-
-
-def is_scalar(value: object, *kinds: type) -> bool:
-    """Return whether a value is a Python, NumPy or JAX scalar with a dtype in `kinds`."""
-    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)) or np.ndim(value):
-        return False
-    dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
-    return any(map(functools.partial(jnp.issubdtype, dtype), kinds))
-
-
-def is_array_like(value: object) -> bool:
-    """Return whether a value is an array or a number, which jit can trace."""
-    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array))
-
-
-def shapes_of(tree: Tree) -> Tree:
-    """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
-    return jax.tree.map(lambda x: list(np.shape(x)), tree)
-
-
-def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
-    """Raise if a floating-point value would replace an integer or a bool in a rule's state."""
-    if jnp.issubdtype(dtype_of(new), jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
-        rule, got = "a rule whose state keeps its dtypes", f"{describe(new)} for {describe(old)}"
-        raise type_error(argument, rule, got, "Return floating-point numbers from `init`.")
+def listed(items: Iterable[str]) -> str:
+    """Join the first items with commas, and count the others."""
+    items = list(items)
+    rest = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def leaf_path(argument: str, path: Path) -> str:
@@ -102,14 +79,28 @@ def distinct(names: Iterable[str]) -> list[str]:
     return out
 
 
-def is_traced(value: object) -> bool:
-    return isinstance(value, Tracer)
+# Types of values
 
 
-def check_not_traced(argument: str, tree: Tree, hint: str) -> None:
-    """Raise if a function that runs on the host is called inside jit."""
-    if any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-        raise type_error(argument, "passed outside `jit`", "an abstract array", hint)
+def dtype_of(leaf: Any) -> np.dtype:
+    """Return the dtype of an array or a Python number, or `object` for other values."""
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    # `jnp.result_type` would raise for other objects.
+    return np.dtype(type(leaf) if isinstance(leaf, (bool, int, float, complex)) else object)
+
+
+def is_array_like(value: object) -> bool:
+    """Return whether a value is an array or a number, which jit can trace."""
+    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array))
+
+
+def is_scalar(value: Any, *kinds: type) -> bool:
+    """Return whether a value is a Python, NumPy or JAX scalar with a dtype in `kinds`."""
+    if not is_array_like(value) or np.ndim(value):
+        return False
+    dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
+    return any([jnp.issubdtype(dtype, kind) for kind in kinds])
 
 
 def is_float0(leaf: object) -> bool:
@@ -117,16 +108,19 @@ def is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def listed(places: Iterable[str]) -> str:
-    places = list(places)
-    rest = len(places) - _SHOWN
-    return ", ".join(places[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def is_traced(value: object) -> bool:
+    """Return whether a value is a tracer of JAX."""
+    return isinstance(value, Tracer)
+
+
+# Numbers and options
 
 
 def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
-    Return it as a float, because int32 cannot represent every integer; traced values unchanged.
+    Return it as a float, because int32 cannot represent every integer; traced values unchanged. A
+    JAX array remains one, so that functions which close over another value are not traced again.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -141,19 +135,18 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     try:
         known = float(value)
     except OverflowError:  # an integer above all floats
-        raise value_error(argument, rule, "a larger integer", hint) from None
+        known = math.nan
     is_above = low <= known if interval[0] == "[" else low < known
     is_below = known <= high if interval[-1] == "]" else known < high
     is_float32 = known in (0, math.inf, -math.inf) or _TINY <= abs(known) <= UNBOUNDED
     if not (is_above and is_below and is_float32):
         raise value_error(argument, rule, shortened(value), hint)
-    return known
+    return jnp.asarray(known) if isinstance(value, jax.Array) else known
 
 
-def check_decays(**decays: object) -> list[Any]:
-    """Return decay rates like `check_number`; raise if one is not a number in [0, 1)."""
-    hint = "Pass a decay rate such as 0.99."
-    return [check_number(name, value, hint, "[0, 1)") for name, value in decays.items()]
+def check_decay(argument: str, value: Any) -> Any:
+    """Check a decay rate, a number in [0, 1), and return it like `check_number`."""
+    return check_number(argument, value, "Pass a decay rate such as 0.99.", "[0, 1)")
 
 
 def check_count(
@@ -187,8 +180,24 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int
     return check_count(argument, value, hint, low=low, high=2**20)
 
 
+def check_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:
+    """Return a static integer, or a list or tuple of static integers, as a tuple."""
+    positions: Any = value if isinstance(value, (list, tuple)) else (value,)
+    for i in positions:
+        check_static(argument, i)
+        check_count(argument, i, hint, low=-64)
+    return tuple(map(int, positions))
+
+
+def check_axis(axis: object) -> tuple[int, ...] | None:
+    """Return axes of an array as a tuple, or None for None; raise unless they are integers."""
+    if axis is None:
+        return None
+    return check_positions("axis", axis, "Pass for example 0 or (0, 1).")
+
+
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
-    """Raise if a value is not one of `choices`, which are strings, numbers, bools or None."""
+    """Raise if a value is not one of `choices`, which are strings, numbers or None."""
     kinds = str, int, float, np.generic, type(None)
     # True equals 1.
     if isinstance(value, bool) or not (isinstance(value, kinds) and value in choices):
@@ -209,33 +218,16 @@ def check_flag(argument: str, value: object) -> None:
         raise type_error(argument, "True or False", shortened(value), "Pass a Python bool.")
 
 
-def as_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:
-    """Return an integer, or a list or tuple of integers, as a tuple."""
-    positions: Any = value if isinstance(value, (list, tuple)) else (value,)
-    for i in positions:
-        check_static(argument, i)
-        check_count(argument, i, hint, low=-64)
-    return tuple(map(int, positions))
+# Functions and transformations
 
 
-def check_arrays(argument: str, tree: Tree) -> None:
-    """Raise if a leaf of a tree is neither an array, nor a number, nor a shape with a dtype."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        is_shaped = hasattr(x, "shape") and hasattr(x, "dtype")
-        dtype = dtype_of(x)
-        is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
-        is_number |= jnp.issubdtype(dtype, jax.dtypes.extended) or is_float0(x)
-        is_wide = isinstance(x, int) and abs(x) >= 2**31
-        if not (is_shaped or is_array_like(x)) or not is_number or is_wide:
-            got = f"{describe(x)} at {leaf_path(argument, path)}"
-            raise type_error(argument, "a tree of arrays", got, "Exclude other leaves.")
-
-
-def check_array(argument: str, value: object) -> None:
-    """Raise if a value is not a concrete or traced array of real floating-point numbers."""
-    if not is_array_like(value) or not jnp.issubdtype(dtype_of(value), jnp.floating):
-        hint = "Pass a JAX or NumPy array."
-        raise type_error(argument, "a floating-point array", shortened(value), hint)
+def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
+    """Call a schedule of a user, and raise if it does not return a real scalar."""
+    value = call_user(argument, "schedule", schedule, step)
+    if not is_scalar(value, jnp.floating, jnp.integer):
+        rule, hint = "a schedule that returns a real scalar", "Return one number per step."
+        raise type_error(argument, rule, describe(value), hint)
+    return value
 
 
 def check_callable(argument: str, value: object, hint: str) -> None:
@@ -282,34 +274,44 @@ _SIGNATURES = {
     "predicate": "(grads, params, **extra_args) -> bool[]",
     "reaction": "(norm, threshold) -> factor",
 }
+"""Signatures of functions of the user, by the name of the argument or method."""
+
+
+def _has_init_and_update(value: object) -> bool:
+    """Return whether a value has the two functions of a gradient transformation."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
-    is_pair = callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
     # A rule of this package has functions of the same names.
     is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
-    if isinstance(value, type) or not is_pair or is_rule:
+    if isinstance(value, type) or not _has_init_and_update(value) or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def check_no_transformation(state: object) -> None:
-    """Raise if something was passed from which no state can be read."""
-    if callable(getattr(state, "init", None)) and callable(getattr(state, "update", None)):
-        hint = "Pass the state that `init(params)` or `update` returned."
-        got = type(state).__name__
-        raise type_error("state", "an optimizer state", got, hint)
-    if any(map(_is_untyped_state, jax.tree.leaves(state, is_leaf=_is_untyped_state))):
-        hint = "Restore the checkpoint into the structure of `tx.init(params)`."
-        raise type_error("state", "a state with its types", "its fields in a dict", hint)
-    check_values("state", state)
+# Arrays and trees
 
 
-def _is_untyped_state(node: object) -> bool:
-    """Return whether a node contains the fields of a guard or of `watch`, but lost its type."""
-    fields = {"outcome", "guard_failed"}, {"step_count", "rows"}
-    return isinstance(node, Mapping) and any(x <= node.keys() for x in fields)
+def check_array(argument: str, value: object) -> None:
+    """Raise if a value is not a concrete or traced array of real floating-point numbers."""
+    if not is_array_like(value) or not jnp.issubdtype(dtype_of(value), jnp.floating):
+        hint = "Pass a JAX or NumPy array."
+        raise type_error(argument, "a floating-point array", shortened(value), hint)
+
+
+def check_arrays(argument: str, tree: Tree) -> None:
+    """Raise if a leaf of a tree is neither an array, nor a number, nor a shape with a dtype."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        dtype = dtype_of(x)
+        kinds = jnp.number, jnp.bool_, jax.dtypes.extended
+        is_number = is_float0(x) or any([jnp.issubdtype(dtype, kind) for kind in kinds])
+        is_array = is_array_like(x) or hasattr(x, "shape")
+        is_wide = isinstance(x, int) and abs(x) >= 2**31
+        if not (is_number and is_array) or is_wide:
+            got = f"{describe(x)} at {leaf_path(argument, path)}"
+            raise type_error(argument, "a tree of arrays", got, "Exclude other leaves.")
 
 
 def check_values(argument: str, tree: Tree) -> None:
@@ -322,6 +324,50 @@ def check_values(argument: str, tree: Tree) -> None:
             raise value_error(argument, "a tree of arrays with values", got, hint)
 
 
+def check_concrete(argument: str, tree: Tree, hint: str) -> None:
+    """Raise if a function that runs on the host is called inside jit or with donated arrays."""
+    if any([is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)]):
+        raise type_error(argument, "passed outside `jit`", "an abstract array", hint)
+    check_values(argument, tree)
+
+
+def shapes_of(tree: Tree) -> Tree:
+    """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
+    return jax.tree.map(lambda x: list(np.shape(x)), tree)
+
+
+# Optimizer states
+
+
+def check_state(state: Any, kind: type, count: str) -> None:
+    """Raise if the state is missing, belongs to another transformation, or cannot be read.
+
+    `count` is the name of a scalar field, by which a state with an axis of `vmap` is found.
+    """
+    if not isinstance(state, kind):
+        hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
+        raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
+    check_values("state", state)
+    check_one_run([getattr(state, count)])
+
+
+def check_optimizer_state(state: object) -> None:
+    """Raise if no state can be read from a value that was passed as the optimizer state."""
+    if _has_init_and_update(state):
+        hint = "Pass the state that `init(params)` or `update` returned."
+        raise type_error("state", "an optimizer state", type(state).__name__, hint)
+    if any(map(_is_untyped_state, jax.tree.leaves(state, is_leaf=_is_untyped_state))):
+        hint = "Restore the checkpoint into the structure of `tx.init(params)`."
+        raise type_error("state", "a state with its types", "its fields in a dict", hint)
+    check_values("state", state)
+
+
+def _is_untyped_state(node: object) -> bool:
+    """Return whether a node contains the fields of a guard or of `watch`, but lost its type."""
+    fields = {"outcome", "guard_failed"}, {"step_count", "rows"}
+    return isinstance(node, Mapping) and any(x <= node.keys() for x in fields)
+
+
 def check_one_run(counts: Iterable[Any]) -> None:
     """Raise if the counts of a state have an axis of `vmap`."""
     if any(map(np.ndim, counts)):
@@ -329,44 +375,14 @@ def check_one_run(counts: Iterable[Any]) -> None:
         raise type_error("state", "the state of one run", "a state with an axis of `vmap`", hint)
 
 
-def check_state(state: Any, kind: type) -> None:
-    """Raise if the state is missing, belongs to another transformation, or cannot be read."""
-    if not isinstance(state, kind):
-        hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
-        raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
-    check_values("state", state)
-    check_one_run(state[:1])  # the first field is a scalar
+def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
+    """Raise if a floating-point value would replace an integer or a bool in a rule's state."""
+    if jnp.issubdtype(dtype_of(new), jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
+        rule, got = "a rule whose state keeps its dtypes", f"{describe(new)} for {describe(old)}"
+        raise type_error(argument, rule, got, "Return floating-point numbers from `init`.")
 
 
-def check_axis(axis: object) -> tuple[int, ...] | None:
-    """Return axes as a tuple, or None; raise unless they are integers."""
-    if axis is None:
-        return None
-    return as_positions("axis", axis, "Pass for example 0 or (0, 1).")
-
-
-def check_same_structure(updates: Tree, params: Tree) -> None:
-    """Raise an error that describes the first difference in path or shape between two trees.
-
-    A float0 leaf, which is the gradient of an integer, may have any shape.
-    """
-    ours, theirs = map(jax.tree.leaves_with_path, (updates, params))
-    missing: Any = (None, None)
-    differences = [
-        f"{_place('updates', path, x)}, expected {_place('params', other, y)}"
-        for (path, x), (other, y) in zip_longest(ours, theirs, fillvalue=missing)
-        if path != other or (np.shape(x) != np.shape(y) and not is_float0(x))
-    ]
-    if not differences and jax.tree.structure(updates) != jax.tree.structure(params):
-        differences = [f"{shortened(updates)}, expected {shortened(params)}"]
-    if differences:
-        rule = "a tree with the structure and shapes of `params`"
-        hint = "For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
-        raise type_error("updates", rule, differences[0], hint)
-
-
-def _place(argument: str, path: Path | None, leaf: object) -> str:
-    return "nothing" if path is None else f"{describe(leaf)} at {leaf_path(argument, path)}"
+# Parameters and prefix trees
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
@@ -375,6 +391,32 @@ def check_params(updates: Tree, params: Tree | None) -> None:
         hint = "Call `update(grads, state, params)`."
         raise value_error("params", "passed to `update`", "None", hint)
     check_same_structure(updates, params)
+
+
+def check_same_structure(updates: Tree, params: Tree) -> None:
+    """Raise an error that describes the first difference in path or shape between two trees.
+
+    A float0 leaf, which is the gradient of an integer, may have any shape.
+    """
+    missing: Any = (None, None)
+    leaves = map(jax.tree.leaves_with_path, (updates, params))
+    for (path, x), (other, y) in zip_longest(*leaves, fillvalue=missing):
+        if path != other or (np.shape(x) != np.shape(y) and not is_float0(x)):
+            _raise_different(_place("updates", path, x), _place("params", other, y))
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        _raise_different(shortened(updates), shortened(params))
+
+
+def _place(argument: str, path: Path | None, leaf: object) -> str:
+    """Describe a leaf and its path in an argument; "nothing" if the path is None."""
+    return "nothing" if path is None else f"{describe(leaf)} at {leaf_path(argument, path)}"
+
+
+def _raise_different(got: str, expected: str) -> NoReturn:
+    """Raise an error for updates whose structure or shapes differ from those of `params`."""
+    rule = "a tree with the structure and shapes of `params`"
+    hint = "For a model of Equinox, pass `eqx.filter(model, eqx.is_array)` as `params`."
+    raise type_error("updates", rule, f"{got}, expected {expected}", hint)
 
 
 def broadcast_prefix(

@@ -2,8 +2,8 @@
 
 The conversion has three steps:
 
-1. `_converters.py` converts states of `optax.MultiSteps`, of `optax.apply_if_finite` and of earlier
-   versions of this package to states of this package.
+1. `_converters.py` converts states of `optax.MultiSteps`, of `optax.apply_if_finite` and of an
+   earlier version of this package to a `WrapperState`, so that both states have the same types.
 2. The states of clips, guards, accumulations and `watch` are matched by type and by the number of
    accumulations around them, and copied in order. A state of the old optimizer without a
    counterpart is dropped, and a state of the new optimizer without a counterpart is initialized.
@@ -24,15 +24,17 @@ from ._checks import (
     check_arrays,
     check_choice,
     check_one_run,
+    check_optimizer_state,
     check_transformation,
     describe,
     is_traced,
     leaf_path,
 )
-from ._converters import from_own, to_own, wrapper_state
+from ._converters import from_wrapper_states, partial_state, to_wrapper_states
 from ._errors import public, type_error, value_error
+from ._metrics import metric_names, own_metrics
 from ._run_if import like_dtypes
-from ._states import is_own_state, metric_names, metrics, plain_arrays, with_structure_of
+from ._states import is_own_state, plain_arrays, with_structure_of
 from ._types import Array, Path, Tree
 from .wrappers._accumulation import AccumulationState
 from .wrappers._state import GuardState, WrapperState
@@ -56,7 +58,8 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | nothing | a clip | nothing; its state is initialized |
-    | guards and accumulations of versions with one state for each | the same | everything |
+    | guards and accumulations of versions with one state for each | the same | everything, \
+      but guards and clips with an adaptive threshold are initialized |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
@@ -101,25 +104,18 @@ def convert_state(
     """
     check_transformation("tx", tx)
     check_choice("reduction", reduction, (None, "mean", "sum"))
+    check_optimizer_state(state)
     check_arrays("params", params)
-    check_one_run(metrics(state).values())
-    like = tx.init(params)
-    new, old = to_own(plain_arrays(like)), to_own(plain_arrays(state))
+    tx_state = tx.init(params)
+    initial, given = plain_arrays(tx_state), plain_arrays(state)
+    check_one_run(value for _, _, value in own_metrics(given))
+    new, old = to_wrapper_states(initial), to_wrapper_states(given)
     values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))
     values.update(_matched_leaves(new, old))
-    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
-    for key, parts in new_parts.items():
-        if len(parts) == len(old_parts[key]):
-            for part, old_part in zip(parts, old_parts.pop(key), strict=True):
-                copied = _copied(part, old_part, reduction)
-                for path, value in jax.tree.leaves_with_path(copied):
-                    values[*part.path, *path] = value
-    for part in itertools.chain(*old_parts.values()):  # the parts that were not copied
-        if part.is_accumulation:
-            _check_closed(part)
+    values.update(_matched_parts(new, old, reduction))
     converted = jax.tree.map_with_path(lambda path, _: values[path], new)
-    converted = from_own(plain_arrays(like), converted)
-    return with_structure_of(like, like_dtypes(converted, plain_arrays(like)))
+    converted = like_dtypes(from_wrapper_states(initial, converted), initial)
+    return with_structure_of(tx_state, converted)
 
 
 def _field(name: str) -> Hashable:
@@ -216,8 +212,26 @@ class _Part(NamedTuple):
         return self.kind is AccumulationState
 
 
+def _matched_parts(new: Tree, old: Tree, reduction: str | None) -> Iterator[tuple[Path, Array]]:
+    """Yield the path of each array in a part of the new state, and its value in the counterpart.
+
+    Parts of the same kind and depth are counterparts, in order, if their numbers are equal. Raise
+    if an accumulation without a counterpart may contain micro-batches.
+    """
+    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
+    for key, parts in new_parts.items():
+        if len(parts) == len(old_parts[key]):
+            for part, old_part in zip(parts, old_parts.pop(key), strict=True):
+                copied = _copied(part, old_part, reduction)
+                for path, value in jax.tree.leaves_with_path(copied):
+                    yield (*part.path, *path), value
+    for part in itertools.chain(*old_parts.values()):
+        if part.is_accumulation:
+            _check_closed(part)
+
+
 def _parts_by_key(state: Tree) -> dict[Hashable, list[_Part]]:
-    """Return the parts of a state by kind and depth; only parts of equal keys are counterparts."""
+    """Return lists of the parts of a state that have the same kind and depth."""
     parts: dict[Hashable, list[_Part]] = collections.defaultdict(list)
     for part in _parts(state):
         parts[part.kind, part.depth].append(part)
@@ -256,14 +270,15 @@ def _parts(
 def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[_Part]:
     """Yield a part for each guard, without the fields that directly nested guards share."""
     for i, guard in enumerate(guards):
-        kind = type(guard.rule_state), *guard.skipped
+        kind = type(guard.rule_state), *sorted(guard.skipped)  # JAX sorts dictionaries, too
         yield _Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)
 
 
 def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
     """Return the state of the old part, or the initial state if the new part has another one."""
     if new.is_accumulation:
-        return wrapper_state(accumulation=_copied_window(new, old, reduction))
+        window = _copied_window(new, old, reduction)
+        return partial_state(WrapperState, outer=(), accumulation=window, guards=())
     if new.kind is WrapperState or _has_same_arrays(new.state, old.state):
         return old.state
     # A clip or a guard has another rule, or a `watch` has another history.

@@ -1,15 +1,17 @@
-"""Converters from states of Optax and of an earlier version of this package to `WrapperState`.
+"""Convert states of Optax and of an earlier version of this package to `WrapperState`, and back.
 
-| state | converted to and from |
-| --- | --- |
-| `optax.MultiSteps` | an accumulation |
-| `optax.apply_if_finite` | a guard with the cause "nonfinite" |
-| a guard or an accumulation of the version that had one state for each | the same; not back |
+| state | converted to | back |
+| --- | --- | --- |
+| `optax.MultiSteps` | an accumulation | yes |
+| `optax.apply_if_finite` | a guard with the cause "nonfinite" | yes |
+| a guard or an accumulation of the version that had one state for each | the same | no |
 
-States are recognized by their fields, because a restored checkpoint may contain other types.
+States are recognized by their fields, because a restored checkpoint may contain other types. A
+field without a counterpart becomes None, so that `convert_state` keeps the initial value of the new
+optimizer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -25,163 +27,218 @@ from .wrappers._accumulation import AccumulationState
 from .wrappers._state import GuardState, WrapperState
 
 
-def to_own(state: Tree) -> Tree:
-    """Convert all guards and accumulations inside a state to states of this package."""
+def to_wrapper_states(state: Tree) -> Tree:
+    """Replace every guard and accumulation of another type in a state by a `WrapperState`."""
 
     def convert(node: Tree) -> Tree:
-        if converter := _converter_of(node):
-            inner_state = to_own(getattr(node, converter.inner))
-            return converter.to_own(node)._replace(inner_state=inner_state)
+        if conversion := _conversion_of(node):
+            inner_state = to_wrapper_states(getattr(node, conversion.inner))
+            return conversion.to_wrapper(node)._replace(inner_state=inner_state)
         if is_own_state(node) and hasattr(node, "inner_state"):
-            return node._replace(inner_state=to_own(node.inner_state))
+            return node._replace(inner_state=to_wrapper_states(node.inner_state))
         return node
 
     return jax.tree.map(convert, state, is_leaf=_is_convertible)
 
 
-def from_own(like: Tree, own: Tree) -> Tree:
-    """Convert states of this package to the types in `like`; the inverse of `to_own`."""
+def from_wrapper_states(like: Tree, state: Tree) -> Tree:
+    """Convert the result of `to_wrapper_states` to the types in `like`."""
 
-    def convert(node: Tree, own: Tree) -> Tree:
-        converter = _converter_of(node)
-        name = converter.inner if converter else "inner_state"
+    def convert(node: Tree, converted: Tree) -> Tree:
+        conversion = _conversion_of(node)
+        name = conversion.inner if conversion else "inner_state"
         if not hasattr(node, name):
-            return own
-        inner = from_own(getattr(node, name), own.inner_state)
-        if converter is None or converter.from_own is None:
-            return own._replace(inner_state=inner)
-        return converter.from_own(node, own)._replace(**{name: inner})
+            return converted
+        inner_state = from_wrapper_states(getattr(node, name), converted.inner_state)
+        if conversion is None or conversion.from_wrapper is None:
+            return converted._replace(inner_state=inner_state)
+        return conversion.from_wrapper(node, converted)._replace(**{name: inner_state})
 
-    return jax.tree.map(convert, like, own, is_leaf=_is_convertible)
+    return jax.tree.map(convert, like, state, is_leaf=_is_convertible)
 
 
-class _Converter(NamedTuple):
+def partial_state(kind: Any, **fields: Any) -> Any:
+    """Return a state of a type with the given fields; the other fields are None."""
+    return kind(**dict.fromkeys(kind._fields) | fields)
+
+
+def accumulation_state(**fields: Any) -> WrapperState:
+    """Return the state of an accumulation, with the given fields of `AccumulationState`."""
+    window = partial_state(AccumulationState, **fields)
+    return partial_state(WrapperState, outer=(), accumulation=window, guards=())
+
+
+# Optax
+
+
+def _from_multi_steps(old: optax.MultiStepsState) -> WrapperState:
+    """Convert the state of `optax.MultiSteps`, in which each micro-batch has the weight 1."""
+    weight = jnp.asarray(old.mini_step, jnp.float32)
+    return accumulation_state(
+        mini_step=old.mini_step,
+        gradient_step=old.gradient_step,
+        gradient=WeightedSum(total=old.acc_grads, weight=weight),
+    )
+
+
+def _to_multi_steps(like: optax.MultiStepsState, state: WrapperState) -> optax.MultiStepsState:
+    """Return a state of `optax.MultiSteps` with the window of an accumulation."""
+    return like._replace(
+        mini_step=state.accumulation.mini_step,
+        gradient_step=state.accumulation.gradient_step,
+        acc_grads=state.accumulation.gradient.total,
+    )
+
+
+def _from_apply_if_finite(old: optax.ApplyIfFiniteState) -> WrapperState:
+    """Convert the state of `optax.apply_if_finite`."""
+    return partial_state(
+        WrapperState,
+        consecutive_skips=old.notfinite_count,
+        outer=(),
+        guards=(GuardState(skipped={"nonfinite": old.total_notfinite}, rule_state=()),),
+    )
+
+
+def _to_apply_if_finite(
+    like: optax.ApplyIfFiniteState, state: WrapperState
+) -> optax.ApplyIfFiniteState:
+    """Return a state of `optax.apply_if_finite` with the counts of a guard."""
+    return like._replace(
+        notfinite_count=state.consecutive_skips,
+        last_finite=jnp.asarray(state.consecutive_skips) == 0,
+        total_notfinite=state.guards[0].skipped["nonfinite"],
+    )
+
+
+# The version of this package that had one state for each guard and accumulation
+
+
+def _from_old_accumulation(old: Any) -> WrapperState:
+    """Convert the state of `accumulate_gradients`."""
+    return accumulation_state(
+        mini_step=old.mini_step,
+        gradient_step=old.gradient_step,
+        accumulation_steps=old.accumulation_steps,
+        micro_batch_count=old.micro_batch_count,
+        empty_windows=old.empty_windows,
+        gradient=WeightedSum(total=old.acc_grads, weight=old.total_weight),
+        loss=WeightedSum(total=old.loss_sum, weight=old.loss_weight),
+    )
+
+
+def _from_old_guard(old: Any, rule_state: Tree = (), **skipped: Any) -> WrapperState:
+    """Convert the fields that all guards had; `skipped` contains the counts by cause."""
+    return partial_state(
+        WrapperState,
+        consecutive_skips=old.consecutive_skips,
+        guard_failed=old.guard_failed,
+        outer=(),
+        guards=(GuardState(_without_none(skipped), rule_state),),
+        grad_norm=old.grad_norm,
+    )
+
+
+def _without_none(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a dictionary that are not None."""
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def _from_old_skip_nonfinite(old: Any) -> WrapperState:
+    """Convert the state of `skip_nonfinite`."""
+    return _from_old_guard(old, nonfinite=old.skipped_nonfinite)
+
+
+def _from_old_loss_scale(old: Any) -> WrapperState:
+    """Convert the state of `dynamic_loss_scale`."""
+    rule_state = LossScaleState(old.loss_scale, old.good_steps)
+    return _from_old_guard(old, rule_state, nonfinite=old.skipped_nonfinite)
+
+
+def _from_old_skip_if(old: Any) -> WrapperState:
+    """Convert the state of `skip_if`."""
+    return _from_old_guard(old, old.rule_state, other=old.skipped_other)
+
+
+def _from_old_skip_spikes(old: Any) -> WrapperState:
+    """Convert the state of `skip_spikes`, whose fields are None for a threshold that is not set."""
+    thresholds = _without_none({"norm": old.skip_threshold, "loss": old.loss_threshold})
+    return _from_old_guard(
+        old,
+        SpikeState(thresholds, old.rule_states),
+        nonfinite=old.skipped_nonfinite,
+        large_norm=old.skipped_large_norm,
+        large_loss=old.skipped_large_loss,
+    )
+
+
+class _Conversion(NamedTuple):
     """Conversion of a type of state to a `WrapperState` and back.
 
     Attributes:
         fields: Names of the fields of the state, by which it is recognized.
         inner: Name of the field that contains the inner state.
-        to_own: Function `state -> WrapperState`, without the inner state.
-        from_own: Function `(like, WrapperState) -> state`, or None for states of earlier versions.
+        to_wrapper: Function `state -> WrapperState`, without the inner state.
+        from_wrapper: Function `(like, WrapperState) -> state`, without the inner state; None for
+            states of the earlier version.
     """
 
-    fields: tuple[str, ...]
+    fields: frozenset[str]
     inner: str
-    to_own: Callable[[Any], WrapperState]
-    from_own: Callable[[Any, WrapperState], Any] | None = None
+    to_wrapper: Callable[[Any], WrapperState]
+    from_wrapper: Callable[[Any, WrapperState], Any] | None = None
 
 
-def wrapper_state(**fields: Any) -> WrapperState:
-    """Return a state with the given fields; the other fields contain no arrays."""
-    missing: dict[str, Any] = dict.fromkeys(WrapperState._fields) | {"outer": (), "guards": ()}
-    return WrapperState(**missing | fields)
+def _of_earlier_version(
+    fields: str, inner: str, to_wrapper: Callable[[Any], WrapperState]
+) -> _Conversion:
+    """Return the conversion of a state of the earlier version with these fields."""
+    return _Conversion(frozenset(fields.split()), inner, to_wrapper)
 
 
-def _own_window(node: Any, gradient: WeightedSum, **others: Any) -> WrapperState:
-    """Return the state of an accumulation; other fields are those of `node` with the same name."""
-    fields: dict[str, Any] = {name: getattr(node, name, None) for name in AccumulationState._fields}
-    fields |= {"gradient": gradient, **others}
-    return wrapper_state(accumulation=AccumulationState(**fields))
+_OLD_GUARD: Final = "grad_norm consecutive_skips guard_failed inner_state"
 
-
-def _own_guard(node: Any, causes: Mapping[str, Any], rule_state: Tree = ()) -> WrapperState:
-    """Return the state of one guard, without the causes that it does not count."""
-    counts = {name: getattr(node, name) for name in ("consecutive_skips", "guard_failed")}
-    skipped = {cause: count for cause, count in causes.items() if count is not None}
-    return wrapper_state(
-        grad_norm=node.grad_norm, guards=(GuardState(skipped, rule_state),), **counts
-    )
-
-
-def _from_multi_steps(node: optax.MultiStepsState) -> WrapperState:
-    weight = jnp.asarray(node.mini_step, jnp.float32)
-    return _own_window(node, WeightedSum(node.acc_grads, weight))
-
-
-def _to_multi_steps(like: optax.MultiStepsState, own: WrapperState) -> optax.MultiStepsState:
-    window = own.accumulation
-    steps = {"mini_step": window.mini_step, "gradient_step": window.gradient_step}
-    return like._replace(acc_grads=window.gradient.total, **steps)
-
-
-def _from_apply_if_finite(node: optax.ApplyIfFiniteState) -> WrapperState:
-    guard = GuardState({"nonfinite": node.total_notfinite}, ())
-    return wrapper_state(consecutive_skips=node.notfinite_count, guards=(guard,))
-
-
-def _to_apply_if_finite(
-    like: optax.ApplyIfFiniteState, own: WrapperState
-) -> optax.ApplyIfFiniteState:
-    streak, total = own.consecutive_skips, own.guards[0].skipped["nonfinite"]
-    return like._replace(
-        notfinite_count=streak, last_finite=jnp.asarray(streak) == 0, total_notfinite=total
-    )
-
-
-def _from_old_accumulation(node: Any) -> WrapperState:
-    loss = WeightedSum(node.loss_sum, node.loss_weight)
-    return _own_window(node, WeightedSum(node.acc_grads, node.total_weight), loss=loss)
-
-
-def _from_old_skip_nonfinite(node: Any) -> WrapperState:
-    return _own_guard(node, {"nonfinite": node.skipped_nonfinite})
-
-
-def _from_old_loss_scale(node: Any) -> WrapperState:
-    rule_state = LossScaleState(node.loss_scale, node.good_steps)
-    return _own_guard(node, {"nonfinite": node.skipped_nonfinite}, rule_state)
-
-
-def _from_old_skip_if(node: Any) -> WrapperState:
-    return _own_guard(node, {"other": node.skipped_other}, node.rule_state)
-
-
-def _from_old_skip_spikes(node: Any) -> WrapperState:
-    thresholds = {"norm": node.skip_threshold, "loss": node.loss_threshold}
-    thresholds = {key: x for key, x in thresholds.items() if x is not None}
-    causes = {
-        "nonfinite": node.skipped_nonfinite,
-        "large_norm": node.skipped_large_norm,
-        "large_loss": node.skipped_large_loss,
-    }
-    return _own_guard(node, causes, SpikeState(thresholds, node.rule_states))
-
-
-_OLD_GUARD: Final = ("grad_norm", "consecutive_skips", "guard_failed", "inner_state")
-"""Fields that all guards of the earlier version have."""
-
-_OLD_ACCUMULATION: Final = (
-    *("mini_step", "gradient_step", "inner_opt_state", "acc_grads", "total_weight"),
-    *("accumulation_steps", "micro_batch_count", "emitted", "empty_windows"),
-    *("loss_sum", "loss_weight"),
-)
-_OLD_LOSS_SCALE: Final = (*_OLD_GUARD, "skipped_nonfinite", "loss_scale", "good_steps")
-_OLD_SKIP_SPIKES: Final = (
-    *(*_OLD_GUARD, "skip_threshold", "loss_threshold", "rule_states"),
-    *("skipped_nonfinite", "skipped_large_norm", "skipped_large_loss"),
-)
-
-_CONVERTERS: Final = (
-    _Converter(
-        optax.MultiStepsState._fields, "inner_opt_state", _from_multi_steps, _to_multi_steps
+_CONVERSIONS: Final = (
+    _Conversion(
+        frozenset(optax.MultiStepsState._fields),
+        "inner_opt_state",
+        _from_multi_steps,
+        _to_multi_steps,
     ),
-    _Converter(
-        optax.ApplyIfFiniteState._fields, "inner_state", _from_apply_if_finite, _to_apply_if_finite
+    _Conversion(
+        frozenset(optax.ApplyIfFiniteState._fields),
+        "inner_state",
+        _from_apply_if_finite,
+        _to_apply_if_finite,
     ),
-    _Converter(_OLD_ACCUMULATION, "inner_opt_state", _from_old_accumulation),
-    _Converter((*_OLD_GUARD, "skipped_nonfinite"), "inner_state", _from_old_skip_nonfinite),
-    _Converter(_OLD_LOSS_SCALE, "inner_state", _from_old_loss_scale),
-    _Converter((*_OLD_GUARD, "skipped_other", "rule_state"), "inner_state", _from_old_skip_if),
-    _Converter(_OLD_SKIP_SPIKES, "inner_state", _from_old_skip_spikes),
+    _of_earlier_version(
+        "mini_step gradient_step inner_opt_state acc_grads total_weight accumulation_steps "
+        "micro_batch_count emitted empty_windows loss_sum loss_weight",
+        "inner_opt_state",
+        _from_old_accumulation,
+    ),
+    _of_earlier_version(f"{_OLD_GUARD} skipped_nonfinite", "inner_state", _from_old_skip_nonfinite),
+    _of_earlier_version(
+        f"{_OLD_GUARD} skipped_nonfinite loss_scale good_steps",
+        "inner_state",
+        _from_old_loss_scale,
+    ),
+    _of_earlier_version(f"{_OLD_GUARD} skipped_other rule_state", "inner_state", _from_old_skip_if),
+    _of_earlier_version(
+        f"{_OLD_GUARD} skipped_nonfinite skipped_large_norm skipped_large_loss skip_threshold "
+        "loss_threshold rule_states",
+        "inner_state",
+        _from_old_skip_spikes,
+    ),
 )
 
 
-def _converter_of(node: object) -> _Converter | None:
-    """Return the converter of a state, which is recognized by its fields."""
-    fields = set(getattr(type(node), "_fields", ()))
-    return next((x for x in _CONVERTERS if set(x.fields) == fields), None)
+def _conversion_of(node: object) -> _Conversion | None:
+    """Return the conversion of a state, which is recognized by its fields."""
+    fields = frozenset(getattr(type(node), "_fields", ()))
+    return next((x for x in _CONVERSIONS if x.fields == fields), None)
 
 
 def _is_convertible(node: object) -> bool:
     """Return whether a node is a state of this package, or is converted to one."""
-    return is_own_state(node) or _converter_of(node) is not None
+    return is_own_state(node) or _conversion_of(node) is not None

@@ -54,6 +54,8 @@ def device_count(x: Array) -> int:
     The type of an array shows neither its sharding over automatic mesh axes nor the argument
     `in_shardings` of `jit`.
     """
+    if not x.ndim:
+        return 1
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return jax.device_count()
@@ -63,34 +65,33 @@ def device_count(x: Array) -> int:
 def stackable(
     *columns: Sequence[Array], labels: Sequence[Hashable] = (), max_size: float = math.inf
 ) -> list[list[int]]:
-    """Return the indices of arrays that can be stacked: those of the same types and label.
+    """Return lists of the indices of arrays that can be stacked.
 
-    With several columns, the arrays of each column are stacked. Arrays whose first column has more
-    than `max_size` elements are not stacked.
+    Two indices are in one list if their arrays have equal types in each column, and if their labels
+    are equal. If an array of the first column has more than `max_size` elements, its index is alone
+    in its list.
 
-    An array that may be sharded is not stacked. If arrays of different shardings are stacked, XLA
-    changes the sharding of their producers, and may gather a gradient and its moments.
+    The index of an array that may be sharded is alone as well. If arrays of different shardings are
+    stacked, XLA changes the sharding of their producers, and may gather a gradient and its moments.
     """
-    groups: dict[Hashable, list[int]] = {}
+    indices: dict[Hashable, list[int]] = {}
     for i, arrays in enumerate(zip(*columns, strict=True)):
         key: Hashable = *map(jax.typeof, arrays), *labels[i : i + 1]
-        if arrays[0].size > max_size or max(map(_max_shards, arrays)) > 1:
-            key = i  # alone
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
+        if arrays[0].size > max_size or max(map(device_count, arrays)) > 1:
+            key = i
+        indices.setdefault(key, []).append(i)
+    return list(indices.values())
 
 
-def _max_shards(x: Array) -> int:
-    """Return the largest possible number of shards of an array."""
-    return device_count(x) if x.ndim else 1
+def stack(arrays: Sequence[Array], indices: Sequence[Sequence[int]]) -> list[Array]:
+    """Stack the arrays at each list of indices, as returned by `stackable`.
 
-
-def stack(arrays: Sequence[Array], groups: Sequence[Sequence[int]]) -> list[Array]:
-    """Stack the arrays at the indices of each group; the array of a group of one is unchanged."""
+    An array whose list contains no other index is returned unchanged.
+    """
     stacks: list[Array] = []
-    for places in groups:
-        members = [arrays[i] for i in places]
-        stacks.append(jnp.stack(members) if len(members) > 1 else members[0])
+    for first, *rest in indices:
+        members = [arrays[i] for i in (first, *rest)]
+        stacks.append(jnp.stack(members) if rest else arrays[first])
     return stacks
 
 
@@ -182,22 +183,31 @@ def _in_pairs(combine: Callable[[Array, Array], Array], *arrays: Array) -> Array
     return terms[0]
 
 
-def pair_of_sums(total: Callable[[Array], Array], x: Array, y: Array) -> Array:
-    """Return `jnp.stack([total(x), total(y)], -1)` for a sum; on GPU, as one complex sum.
+def pair_of_sums(axes: Sequence[int], x: Array, y: Array) -> Array:
+    """Return `jnp.stack([jnp.sum(x, axes), jnp.sum(y, axes)], -1)`, where `x` may be a mask.
 
     XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
-    in place only if a single sum reads them, and otherwise copies them (JAX 0.11.2). On TPU, XLA
-    would write the complex array to memory.
+    in place only if a single sum reads them, and otherwise copies them (JAX 0.11.2). There, both
+    are therefore one complex sum. On TPU, XLA would write the complex array to memory. XLA on CPU
+    materializes the terms of a sum of integers or of a mask, unless the reduction has two operands
+    (JAX 0.10.2).
     """
 
     def apart(*terms: Array) -> Array:
-        return jnp.stack([total(term) for term in terms], -1)
+        return jnp.stack([jnp.sum(x, axes, terms[-1].dtype) for x in terms], -1)
 
-    def at_once(*terms: Array) -> Array:
-        pair = total(lax.complex(*terms))
+    def at_once(x: Array, y: Array) -> Array:
+        pair = jnp.sum(lax.complex(x.astype(y.dtype), y), axes)
         return jnp.stack([pair.real, pair.imag], -1)
 
-    return lax.platform_dependent(x, y, cuda=at_once, rocm=at_once, default=apart)
+    def counted(x: Array, y: Array) -> Array:
+        ones, zero = x.astype(jnp.int32), jnp.int32(0)
+        both = lax.reduce((ones, ones), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
+        count, _ = fusion_barrier(both)  # without it, XLA removes the second operand
+        return jnp.stack([count.astype(y.dtype), jnp.sum(y, axes)], -1)
+
+    on_cpu = counted if x.dtype == bool else apart
+    return lax.platform_dependent(x, y, cuda=at_once, rocm=at_once, cpu=on_cpu, default=apart)
 
 
 def summand(x: Array, is_added: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Errors for invalid arguments, which begin with the name of the public function.
+"""Errors for invalid arguments, which begin with the name of the public function, and warnings.
 
 All messages have this format:
 
@@ -11,7 +11,9 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 import contextlib
 import functools
 import inspect
+import pathlib
 import types
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -52,6 +54,16 @@ def type_error(argument: str, rule: str, got: object, hint: str) -> ArgumentType
 
 def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentValueError:
     return ArgumentValueError(f"`{argument}` must be {rule}, got {got}. {hint}")
+
+
+def warn(message: str) -> None:
+    """Warn about the innermost line outside of this package, JAX, Optax and `contextlib`."""
+    files: list[Any] = [__file__, jax.__file__, optax.__file__]
+    internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(internal):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

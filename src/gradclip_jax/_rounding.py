@@ -83,7 +83,7 @@ def round_stochastically(seed: int = 0) -> optax.GradientTransformation:
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, RoundingState]:
         checked_leaves("updates", updates)
-        check_state(state, RoundingState)
+        check_state(state, RoundingState, "step")
         check_params(updates, params)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         structure = jax.tree.structure(updates)

@@ -9,13 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import call_user, check_arrays, check_decays, check_number, check_params, check_state
+from ._checks import (
+    call_schedule,
+    check_arrays,
+    check_decay,
+    check_number,
+    check_params,
+    check_state,
+)
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
 from .norms._leaves import checked_leaves, flatten, is_inexact, wide_dtype
 from .norms._mesh import check_axis_name, replica_count, shard_axes
-from .norms._norm import norm_of_leaves
+from .norms._reduce import norm_of_leaves
 
 
 class StableAdamWState(NamedTuple):
@@ -89,7 +96,7 @@ def stable_adamw(
     """
     if not callable(learning_rate):
         learning_rate = check_number("learning_rate", learning_rate, "The paper uses 0.002.")
-    b1, b2 = check_decays(b1=b1, b2=b2)
+    b1, b2 = check_decay("b1", b1), check_decay("b2", b2)
     eps = check_number("eps", eps, "The paper uses 1e-6.")
     hint = "Pass 0 for no weight decay."
     weight_decay = check_number("weight_decay", weight_decay, hint, "[0, inf]")
@@ -105,12 +112,12 @@ def stable_adamw(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, StableAdamWState]:
         grads = checked_leaves("updates", updates, real=True)
-        check_state(state, StableAdamWState)
+        check_state(state, StableAdamWState, "step_count")
         check_params(updates, params)
         count = increment_where(state.step_count)
         rate: Any = learning_rate
         if callable(rate):
-            rate = call_user("learning_rate", "schedule", rate, state.step_count)
+            rate = call_schedule("learning_rate", rate, state.step_count)
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, mu: Array, nu: Array, param: Array) -> _LeafStep:

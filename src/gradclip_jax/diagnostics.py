@@ -61,8 +61,7 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
         {"['b']": 2}
     """
     hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
-    _checks.check_not_traced("tree", tree, hint)
-    _checks.check_values("tree", tree)
+    _checks.check_concrete("tree", tree, hint)
     leaves = jax.tree.leaves_with_path(tree)
     leaves = [x for x in leaves if jnp.issubdtype(_checks.dtype_of(x[1]), jnp.inexact)]
     # Explicit transfers of one number for each leaf, which a transfer guard allows.
@@ -71,12 +70,13 @@ def nonfinite_leaves(tree: _types.Tree) -> dict[str, int]:
 
 
 def _count_nonfinite(x: _types.Array | _types.HostArray | float) -> _types.Array | int:
-    """Count non-finite elements, where the array is."""
+    """Count the non-finite elements of an array, on its device or on the host."""
     return _count_on_device(x) if isinstance(x, jax.Array) else np.sum(~np.isfinite(x))
 
 
 @jax.jit
 def _count_on_device(x: _types.Array) -> _types.Array:
+    """Count the non-finite elements of an array of JAX."""
     return jnp.sum(~jnp.isfinite(x))
 
 
@@ -143,17 +143,18 @@ def verify_step(
         those of the rerun state machine of Megatron-LM.
     """
     _checks.check_callable("step", step, "Pass the training step, then its arguments.")
-    _checks.check_values(
-        "args", [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-    )
-    _checks.check_not_traced("args", (args, kwargs), "Call `verify_step(jax.jit(step), ...)`.")
-    runs = [_digests(step(*_copy(args), **_copy(kwargs))) for _ in range(2)]
+    _checks.check_concrete("args", (args, kwargs), "Call `verify_step(jax.jit(step), ...)`.")
+
+    def run(args: _types.Tree, kwargs: _types.Tree) -> _Digests:
+        return _digests(step(*_copy(args), **_copy(kwargs)))
+
+    runs = [run(args, kwargs) for _ in range(2)]
     moved = _moved((args, kwargs))
     if moved is not None:
         with contextlib.suppress(ValueError):  # the step contains its devices
-            runs += [_digests(step(*_copy(moved[0]), **_copy(moved[1]))) for _ in range(2)]
+            runs += [run(*moved) for _ in range(2)]
     if len(runs) == 2 and runs[0] != runs[1] and runs[0].keys() == runs[1].keys():
-        runs.append(_digests(step(*_copy(args), **_copy(kwargs))))
+        runs.append(run(args, kwargs))
     return _verdict(runs)
 
 
@@ -164,34 +165,47 @@ _Digests: TypeAlias = dict[tuple[str, int], tuple[int, bytes]]
 def _verdict(runs: list[_Digests]) -> Verification:
     """Compare the runs; the third and fourth of four are on other devices."""
     bits = [{place: digest for place, (_, digest) in run.items()} for run in runs]
-    odd = [i for i, x in enumerate(bits) if bits.count(x) == 1]
     if bits.count(bits[0]) == len(bits):
         return Verification("equal", {})
+    odd = [i for i, x in enumerate(bits) if bits.count(x) == 1]
     if len(odd) == 1 and len(runs) > 2:
-        verdict, compared = "transient", [(runs[odd[0]], runs[odd[0] - 1])]
-    elif len(bits) == 4 and bits[0] == bits[1] and bits[2] == bits[3]:
-        verdict, compared = "device", [(runs[0], runs[2])]
-    else:
-        verdict, compared = "not reproducible", list(zip(runs, runs[1:], strict=False))
+        return Verification("transient", _suspects([(runs[odd[0]], runs[odd[0] - 1])]))
+    if len(runs) == 4 and bits[0] == bits[1] and bits[2] == bits[3]:
+        return Verification("device", _suspects([(runs[0], runs[2])], is_device_fault=True))
+    return Verification("not reproducible", _suspects(zip(runs, runs[1:], strict=False)))
+
+
+def _suspects(
+    pairs: abc.Iterable[tuple[_Digests, _Digests]], *, is_device_fault: bool = False
+) -> dict[str, list[int]]:
+    """Return the devices that may have computed each output that differs in a pair of runs.
+
+    These are the devices of the first run. For the fault of a device, which is in both runs, they
+    are the devices that computed every place that differs in one of the runs.
+    """
     suspects: dict[str, list[set[int]]] = {}
-    for pair in compared:
-        for place in {**pair[0], **pair[1]}:
-            found = [run[place] for run in pair if place in run]
-            if len({digest for _, digest in found}) > 1 or len(found) == 1:
-                devices = [device for device, _ in found]
-                is_either = verdict == "device"  # both devices have had this place
-                suspects.setdefault(place[0], []).append({*(devices if is_either else devices[:1])})
-    combine = set.intersection if verdict == "device" else set.union
-    devices_of = {path: combine(*x) or set.union(*x) for path, x in suspects.items()}
-    return Verification(verdict, {path: sorted(x) for path, x in devices_of.items()})
+    for first, second in pairs:
+        for place in {**first, **second}:
+            found = [run[place] for run in (first, second) if place in run]
+            devices = [device for device, _ in found]
+            is_equal = len(found) == 2 and found[0][1] == found[1][1]
+            if not is_equal:
+                chosen = devices if is_device_fault else devices[:1]
+                suspects.setdefault(place[0], []).append(set(chosen))
+    out: dict[str, list[int]] = {}
+    for path, sets in suspects.items():
+        common = set.intersection(*sets) if is_device_fault else set[int]()
+        out[path] = sorted(common or set.union(*sets))
+    return out
 
 
 def _copy(tree: _types.Tree) -> _types.Tree:
+    """Copy the arrays of a tree, so that a step may donate them."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
 def _moved(tree: _types.Tree) -> _types.Tree | None:
-    """Return a copy in which each device has the data of its neighbor; None if there is none."""
+    """Return a copy in which each device has the data of its neighbor, or None if not possible."""
     shardings = [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     on_mesh = [x for x in shardings if len(x.device_set) > 1]
     devices = jax.devices()

@@ -12,11 +12,11 @@
 | `Rule` | custom rule |
 """
 
+from .clipping._rules import capped as capped
 from .clipping._rules import ema as ema
 from .clipping._rules import mean_std as mean_std
 from .clipping._rules import percentile as percentile
 from .clipping._rules import quantile as quantile
+from .clipping._rules import relative_to_params as relative_to_params
 from .clipping._rules import zscore as zscore
 from .clipping._threshold import Rule as Rule
-from .clipping._threshold import capped as capped
-from .clipping._threshold import relative_to_params as relative_to_params

@@ -103,7 +103,7 @@ TRANSFORMATIONS: dict[str, Row] = {
         gcx.dynamic_loss_scale, init_scale=8.0, growth_interval=2, scratch=2.1 if OLD_XLA else 1.3
     ),
     # A CPU writes the squares of a leaf, and flags of its bad elements, before it adds them up.
-    "watch": wrapper(gcx.watch, scratch=4.3 if OLD_XLA else 3.3),
+    "watch": wrapper(gcx.watch, scratch=4.3 if OLD_XLA else 1.1),
     # Of bfloat16 it makes float32, and float16 it refuses: tests/unit/test_rounding.py.
     "round_stochastically": Row(gcx.round_stochastically, keeps_dtypes=("float32", "float64")),
 }

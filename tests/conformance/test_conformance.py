@@ -35,6 +35,7 @@ from registry import SGD, TRANSFORMATIONS
 import compat
 import gradclip_jax as gcx
 from guard_cases import INT_MAX, sharded
+from marks import every_third
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -145,7 +146,9 @@ def test_small_gradients_are_unchanged_bit_for_bit(name):
     chex.assert_trees_all_equal(next(run(name, [grads]))[0], grads)
 
 
-@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.recovers])
+@pytest.mark.parametrize(
+    "name", every_third([n for n, row in TRANSFORMATIONS.items() if row.recovers])
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_value_does_not_outlive_its_step(name, bad):
     good = example(scale=0.1)
@@ -344,23 +347,48 @@ def test_norms_are_bounded_after_clipping(name, dtype):
     assert np.any(norms > 0.8 * threshold)  # it was clipped to the threshold, not far below
 
 
-@every
-def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(name):
+def traces_where_closures_are_pytrees(make):
+    """The number of traces of a step for two transformations, and their updates."""
     eqx = pytest.importorskip("equinox")
     eqxi = pytest.importorskip("equinox.internal")
-    traces = 0
+    traces, grads = 0, {"a": jnp.ones(2)}
 
     @eqx.filter_jit
     def step(tx, grads):  # as `optimistix.OptaxMinimiser` does
         nonlocal traces
         traces += 1
-        return tx.update(grads, tx.init(grads), grads)[0]
-
-    row, grads, found = TRANSFORMATIONS[name], {"a": jnp.ones(2)}, []
-    for rate in (1.0, 2.0):
-        sgd = optax.sgd(jnp.float32(rate))
-        tx = row.around(sgd) if row.around else optax.chain(row(), sgd)
         tx = optax.with_extra_args_support(tx)
-        found.append(step(eqxi.closure_to_pytree(tx), grads)["a"])
+        return tx.update(grads, tx.init(grads), grads, value=jnp.float32(0.5))[0]["a"]
+
+    updates = [step(eqxi.closure_to_pytree(make(jnp.float32(x))), grads) for x in (1.0, 2.0)]
+    return traces, updates
+
+
+@pytest.mark.parametrize("name", every_third(TRANSFORMATIONS))
+def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(name):
+    def make(rate):
+        row, sgd = TRANSFORMATIONS[name], optax.sgd(rate)
+        return row.around(sgd) if row.around else optax.chain(row(), sgd)
+
+    traces, found = traces_where_closures_are_pytrees(make)
     assert traces == 1
     np.testing.assert_array_equal(found[1], 2 * found[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        gcx.clip_by_global_norm,
+        gcx.clip_by_value,
+        gcx.adaptive_grad_clip,
+        gcx.adagc,
+        gcx.stable_adamw,
+        lambda x: gcx.zclip(x, decay=x / 4, max_norm=x),
+        lambda x: gcx.clip_by_leaf_norm(gcx.thresholds.quantile(x / 4, x, x)),
+        lambda x: gcx.clip_by_group_norm({0: gcx.thresholds.percentile(10 * x)}, 0),
+        lambda x: gcx.watch(gcx.skip_spikes(SGD, norm=x, loss=gcx.thresholds.mean_std(x))),
+        lambda x: gcx.accumulate_gradients(SGD, lambda step: x),
+    ],
+)
+def test_another_hyperparameter_is_not_traced_again_where_closures_are_pytrees(make):
+    assert traces_where_closures_are_pytrees(make)[0] == 1

@@ -15,7 +15,7 @@ from files import ROOT, environment, load
 pytestmark = pytest.mark.slow
 
 EXAMPLE = ROOT / "examples/replay.py"
-NUM_KILLS = int(os.environ.get("NUM_KILLS", "8"))
+NUM_KILLS = int(os.environ.get("NUM_KILLS", "4"))
 
 # The learning rate is too high after 60 steps, so that the run is lowered, and stops.
 DRIVER = """

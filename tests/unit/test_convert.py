@@ -256,3 +256,26 @@ def test_states_of_the_version_with_one_state_for_each_guard_are_converted():
     skips = state.outer[0].skipped["nonfinite"], state.consecutive_skips, state.guard_failed
     converted = gcx.convert_state(tx, guard(state.grad_norm, *skips, old), PARAMS)
     chex.assert_trees_all_equal(converted._replace(outcome=0), state._replace(outcome=0))
+
+
+def test_skipped_spikes_of_the_version_with_one_state_for_each_guard_are_counted():
+    spikes = collections.namedtuple(
+        "SkipSpikesState",
+        "grad_norm skip_threshold skipped_large_norm loss_threshold skipped_large_loss "
+        "skipped_nonfinite consecutive_skips guard_failed rule_states inner_state",
+    )
+    tx = gcx.skip_spikes(optax.adam(0.1), norm=4.0, loss=2.0)
+    params, state = PARAMS, tx.init(PARAMS)
+    for factor, loss in ((1.0, 1.0), (9.0, 1.0), (1.0, 3.0), (jnp.nan, 1.0), (jnp.nan, 1.0)):
+        grads = jax.tree.map(lambda x, factor=factor: factor * x, PARAMS)
+        params, state = gcx.apply_gradients(tx, grads, state, params, value=jnp.float32(loss))
+    skipped, rule_state = state.guards[0]
+    thresholds = rule_state.thresholds
+    old = spikes(
+        *(state.grad_norm, thresholds["norm"], skipped["large_norm"], thresholds["loss"]),
+        *(skipped["large_loss"], skipped["nonfinite"], state.consecutive_skips),
+        *(state.guard_failed, rule_state.rules, state.inner_state),
+    )
+    assert [int(x) for x in old[2:7:2]] == [1, 1, 4]
+    converted = gcx.convert_state(tx, old, PARAMS)
+    chex.assert_trees_all_equal(converted._replace(outcome=0), state._replace(outcome=0))

@@ -116,7 +116,7 @@ def test_a_loss_that_varies_over_devices_raises_in_an_accumulation():
         update(jnp.ones(2), jnp.ones(8))
 
 
-def test_traps_warn():
+def test_traps_warn_at_the_line_of_the_user():
     params = jnp.ones(2)
     for tx, extra_args, message in [
         (skip(optax.identity()), {}, "contains no optimizer"),
@@ -124,8 +124,10 @@ def test_traps_warn():
         (skip(SGD), {"weight": 2.0}, "No accumulation reads"),
         (skip(optax.MultiSteps(SGD, 2)), {"weight": 2.0}, "No accumulation reads"),
     ]:
-        with pytest.warns(UserWarning, match=message):
-            gcx.apply_gradients(tx, params, tx.init(params), params, **extra_args)
+        for apply in (gcx.apply_gradients, jax.jit(gcx.apply_gradients, static_argnums=0)):
+            with pytest.warns(UserWarning, match=message) as found:
+                apply(tx, params, tx.init(params), params, **extra_args)
+            assert found[0].filename == __file__
 
 
 # --- flush ------------------------------------------------------------------------------------------

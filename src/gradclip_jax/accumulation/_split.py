@@ -1,6 +1,5 @@
 """Split a batch into micro-batches, and restore the order of its examples."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,11 +9,11 @@ import numpy as np
 from jax import lax
 
 from .._checks import (
-    as_positions,
     call_user,
     check_count,
     check_flag,
     check_length,
+    check_positions,
     describe,
     dtype_of,
     is_traced,
@@ -22,7 +21,7 @@ from .._checks import (
     listed,
     shortened,
 )
-from .._errors import type_error, value_error
+from .._errors import type_error, value_error, warn
 from .._types import Array, Count, Number, Tree
 from ..norms._leaves import is_inexact
 
@@ -111,7 +110,7 @@ class Split(NamedTuple):
                     "micro-batch or example receives all of them. If it belongs to the batch, pass "
                     "it by position and add its position to `batch_argnums`."
                 )
-                warnings.warn(message, stacklevel=2)
+                warn(message)
 
 
 def _is_raw_key(x: Any) -> bool:
@@ -130,7 +129,7 @@ def bind_split(
     """Return how the arguments of a call are split, or raise if they cannot be split."""
     given = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums, "argnums": argnums}
     hint = "Pass positions as for `jax.grad`."
-    positions = {name: as_positions(name, value, hint) for name, value in given.items()}
+    positions = {name: check_positions(name, value, hint) for name, value in given.items()}
     if not positions["argnums"]:
         raise value_error("argnums", "at least one position", shortened(argnums), hint)
     _check_num_args(len(args), given, positions)

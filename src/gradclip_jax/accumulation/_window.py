@@ -11,8 +11,8 @@ import optax
 
 from .._checks import (
     check_arrays,
-    check_no_transformation,
     check_one_run,
+    check_optimizer_state,
     check_transformation,
     describe,
     is_array_like,
@@ -251,7 +251,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
 
 def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:
     """Return all accumulations in a state; raise if there are none, or several with `only`."""
-    check_no_transformation(state)
+    check_optimizer_state(state)
     windows = [window for _, window in find_states(state, AccumulationState)]
     if not windows or (only and len(windows) > 1):
         rule = f"a state with {'exactly one' if only else 'an'} accumulation"

@@ -15,12 +15,12 @@ from .._devices import broadcast_scalar
 from .._errors import public, type_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
-from ..norms._groups import NormGroups, PerGroup
+from ..norms._groups import PerGroup
 from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
 from ..norms._mesh import check_axis_name, max_over, replica_count, shard_axes, sum_over
-from ..norms._norm import group_norms, norm_of_leaves, root_mean_squares
+from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
-from ._threshold import Threshold, apply_rules, as_rule, init_rules
+from ._threshold import Rule, Threshold, apply_rules, as_rule, init_rules
 
 
 class ClipState(NamedTuple):
@@ -104,16 +104,16 @@ def clip_grad_norm(
     leaves = checked_leaves("grads", grads)
     dtype = norm_dtype(leaves.arrays)
     if norm is None:
-        known = norm_of_leaves(leaves.arrays, order, axis_name)
+        grad_norm = norm_of_leaves(leaves.arrays, order, axis_name)
     else:
-        known = _known_norm(norm).astype(dtype)
-    factor = scale_factor(known, jnp.asarray(limit, dtype))
-    factor = jnp.where(jnp.isfinite(known), factor, jnp.nan)
+        grad_norm = _checked_norm(norm).astype(dtype)
+    factor = scale_factor(grad_norm, jnp.asarray(limit, dtype))
+    factor = jnp.where(jnp.isfinite(grad_norm), factor, jnp.nan)
     factors = broadcast_scalar(factor, leaves.arrays)
-    return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), known
+    return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), grad_norm
 
 
-def _known_norm(norm: Number) -> Array:
+def _checked_norm(norm: Number) -> Array:
     """Return the argument `norm` as an array, or raise if it is not a scalar >= 0 or NaN."""
     hint = "Pass the result of `global_norm`."
     if not is_scalar(norm, jnp.floating, jnp.integer):
@@ -145,17 +145,14 @@ def norm_clip(
     check_axis_name(axis_name)
     uses_params = any(rule.uses_params for rule in rules)
     # Without `jit`, the factors of a user-defined reaction can be checked in eager mode.
-    respond = _factors if callable(reaction) else _jitted_factors
+    factors_of = _factors if callable(reaction) else _jitted_factors
 
     def init(params: Tree) -> ClipState:
+        if labels is not None:  # `optax.tree.map_params` passes a placeholder without labels
+            return _init_state(rules, labels, len(labels))
         leaves = inexact_shapes(params)
-        if labels is None:
-            groups = granularity.partition(leaves, params)
-        else:  # `optax.tree.map_params` passes a placeholder without labels
-            groups = NormGroups((None,) * len(leaves), len(labels), labels)
-        norm, bound, factor = (_filled(x, groups.labels) for x in (0.0, UNBOUNDED, 1.0))
-        states = init_rules(rules, groups.count(leaves))
-        return ClipState(norm, bound, factor, jnp.zeros((), jnp.float32), states)
+        groups = granularity.partition(leaves, params)
+        return _init_state(rules, groups.labels, groups.count(leaves))
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
@@ -170,8 +167,7 @@ def norm_clip(
             total = norms.arrays[0]
         else:
             total = norm_of_leaves(norms.arrays, order, norm_axes)
-        is_finite = jnp.isfinite(total)
-        param_norms = norms
+        param_norms = norms  # rules without `uses_params` ignore them
         if uses_params:
             check_params(updates, params)
             param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
@@ -179,35 +175,49 @@ def norm_clip(
             norms = root_mean_squares(norms, leaves.arrays, axis_name)
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
+        is_finite = jnp.isfinite(total)
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(argument, rules, norms, param_norms, states, is_finite)
-        factors = respond(norms, thresholds, is_finite, reaction)
-        clipped = _scale_leaves(leaves.arrays, factors)
-
+        factors = factors_of(norms, thresholds, reaction)
+        clipped = _scale_leaves(leaves.arrays, factors, is_finite)
         metrics = _metrics(total, norms, thresholds, factors, norm_axes)
         return leaves.replace(clipped), ClipState(*metrics, rules=states)
 
     return optax.GradientTransformation(init, update)
 
 
-def _factors(
-    norms: PerGroup, thresholds: PerGroup, is_finite: Scalar, reaction: Reaction
-) -> PerGroup:
-    """Return the factor of each norm group, or NaN for all groups if any norm is not finite."""
+def _init_state(rules: Sequence[Rule], labels: Sequence[Hashable], num_norms: int) -> ClipState:
+    """Return the state before the first step; no two of its arrays share a buffer.
 
-    def factor(norm: Array, threshold: Array, is_finite: Array) -> Array:
-        return jnp.where(is_finite, factor_of(reaction, norm, threshold), jnp.nan)
+    Otherwise the state could not be donated.
+    """
 
-    return norms.map(factor, thresholds, is_finite)
+    def filled(value: float) -> Scalar | dict[str, Scalar]:
+        by_label = {str(label): jnp.full((), value, jnp.float32) for label in labels}
+        return by_label or jnp.full((), value, jnp.float32)
+
+    fraction, states = jnp.zeros((), jnp.float32), init_rules(rules, num_norms)
+    return ClipState(filled(0.0), filled(UNBOUNDED), filled(1.0), fraction, states)
 
 
-_jitted_factors = jax.jit(_factors, static_argnums=3)
+def _factors(norms: PerGroup, thresholds: PerGroup, reaction: Reaction) -> PerGroup:
+    """Return the factor of each norm group."""
+    return norms.map(functools.partial(factor_of, reaction), thresholds)
+
+
+_jitted_factors = jax.jit(_factors, static_argnums=2)
 
 
 @jax.jit
-def _scale_leaves(leaves: list[Array], factors: PerGroup) -> list[Array]:
-    """Multiply each leaf by the factor of its norm group."""
+def _scale_leaves(leaves: list[Array], factors: PerGroup, is_finite: Scalar) -> list[Array]:
+    """Multiply each leaf by the factor of its norm group, or by NaN if any norm is not finite."""
+    factors = factors.map(_nan_unless, is_finite)
     return list(map(scale_leaf, leaves, factors.for_leaves(leaves)))
+
+
+def _nan_unless(factor: Array, is_finite: Array) -> Array:
+    """Return the factor, or NaN if a norm is not finite."""
+    return jnp.where(is_finite, factor, jnp.nan)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -217,37 +227,41 @@ def _metrics(
     """Return norm, threshold, factor and fraction as in `ClipState`.
 
     Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
+    A factor is reported as NaN if any norm is not finite. On GPU, XLA would compute the smallest
+    factor in separate kernels if each factor were replaced by NaN before.
     """
+    is_finite = jnp.isfinite(total)
     bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
-    shards = list(map(functools.partial(shard_axes, axis_name=axis_name), factors.arrays))
-    everywhere = frozenset[str]().union(*shards)
-    if everywhere:  # norms that are sharded over a mesh
-        lowest = -max_over(-jnp.stack([bound, factor]), everywhere)
+    mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
+    all_mesh_axes = frozenset[str]().union(*mesh_axes)
+    if all_mesh_axes:
         # `max_over` returns infinity for NaN.
+        lowest = -max_over(-jnp.stack([bound, factor]), all_mesh_axes)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-        rows = list(zip(factors.arrays, shards, strict=True))
-        counts = [jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere) for x, axes in rows]
-        num_clipped = sum_over(jnp.sum(jnp.stack(counts)), everywhere)
-        size = sum(x.size * replica_count(frozenset(), axes) for x, axes in rows)
+        num_clipped = sum_over(_num_clipped_here(factors, mesh_axes), all_mesh_axes)
     else:
-        num_clipped, size = factors.count(_is_clipped), sum(x.size for x in factors.arrays)
-    fraction = num_clipped / max(size, 1)
-    metrics: Any = total, bound, factor, fraction
+        num_clipped = factors.count(_is_clipped)
+    columns = zip(factors.arrays, mesh_axes, strict=True)
+    size = sum(x.size * replica_count(frozenset(), axes) for x, axes in columns)
+    fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
+    metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
-        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
+        reported = factors.map(_nan_unless, is_finite)
+        metrics = norms.by_label(), bounds.by_label(), reported.by_label(), fraction
     return optax.tree.cast(metrics, jnp.float32)
+
+
+def _num_clipped_here(factors: PerGroup, mesh_axes: Sequence[frozenset[str]]) -> Scalar:
+    """Return the number of clipped norms on this device, each divided by its number of replicas."""
+    everywhere = frozenset[str]().union(*mesh_axes)
+    counts = [
+        jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere)
+        for x, axes in zip(factors.arrays, mesh_axes, strict=True)
+    ]
+    return jnp.sum(jnp.stack(counts))
 
 
 def _is_clipped(factor: Array) -> Array:
     """Return where a factor is not 1, which includes NaN."""
     return factor != 1
-
-
-def _filled(value: float, labels: Sequence[Hashable]) -> Scalar | dict[str, Scalar]:
-    """Return a scalar, or a dictionary with a scalar for each label.
-
-    Each scalar has its own buffer, so that the state can be donated.
-    """
-    scalars = {str(label): jnp.full((), value, jnp.float32) for label in labels}
-    return scalars or jnp.full((), value, jnp.float32)

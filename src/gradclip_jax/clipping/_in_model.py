@@ -23,7 +23,7 @@ from .._types import Array, Number, Path, Tree
 from ..norms._granularity import axes_within
 from ..norms._groups import slice_groups
 from ..norms._leaves import checked_leaves, norm_dtype
-from ..norms._norm import group_norms
+from ..norms._reduce import group_norms
 from ._formula import scale_factor, scale_leaf
 
 
@@ -202,6 +202,7 @@ def qk_clip(
 
 
 def _num_heads(x: Array, head_axis: int) -> int:
+    """Return the size of an axis, or 0 if the array does not have this axis."""
     has_axis = -np.ndim(x) <= head_axis < np.ndim(x)
     return np.shape(x)[head_axis] if has_axis else 0
 

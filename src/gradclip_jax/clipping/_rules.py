@@ -1,11 +1,12 @@
-"""Threshold rules based on moving averages or on a window of recent norms.
+"""Threshold rules based on moving averages, on a window of recent norms, or on the parameters.
 
 AdaGC, ZClip and the quantile of Andrew et al. use moving averages. AutoClip and the rule of
-OLMo-core and levanter use a window of recent norms.
+OLMo-core and levanter use a window of recent norms. AGC uses the norms of the parameters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,10 +14,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_count, check_decays, check_length, check_number
-from .._errors import public
+from .._checks import (
+    check_callable,
+    check_count,
+    check_decay,
+    check_length,
+    check_number,
+    is_factory,
+    shortened,
+)
+from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Count, Number
+from .._types import UNBOUNDED, Array, Count, Number, Tree
 from ._threshold import Rule
 
 
@@ -73,7 +82,7 @@ def ema(
         Wang et al., 2025, arXiv 2502.11034.
     """
     factor = check_number("factor", factor, "The paper uses 1.05.")
-    (decay,) = check_decays(decay=decay)
+    decay = check_decay("decay", decay)
     warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 100.")
     hint = "Pass inf to disable clipping during the warm-up."
     warmup_max = check_number("warmup_max", warmup_max, hint)
@@ -161,7 +170,7 @@ def zscore(
         Kumar, Owen, Chowdhury and Guera, 2025, arXiv 2504.02507.
     """
     z_threshold = check_number("z_threshold", z_threshold, "The paper uses 2.5.")
-    (decay,) = check_decays(decay=decay)
+    decay = check_decay("decay", decay)
     warmup_steps = check_count("warmup_steps", warmup_steps, "The paper uses 25.")
     hint = "Pass a number of consecutive outliers."
     relearn_after = check_count("relearn_after", relearn_after, hint)
@@ -374,3 +383,62 @@ def mean_std(
         return jnp.where(before.value_count >= warmup_steps, threshold, UNBOUNDED)
 
     return _window_rule("mean_std", window, threshold_of)
+
+
+@public
+def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
+    """Set each threshold to `ratio * max(norm of the parameters, eps)`.
+
+    Args:
+        ratio: Maximum ratio of gradient norm to parameter norm; a positive number.
+        eps: Lower bound of the parameter norm, > 0, which allows updates of zero parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.relative_to_params(0.5))
+        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
+        >>> clip.update(grads, clip.init(params), params)[0].tolist()
+        [0.0, 2.5]
+
+    References:
+        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+    """
+    ratio = check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
+    eps = check_number("eps", eps, "The paper uses 1e-3.")
+
+    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
+        assert param_norm is not None  # because of `uses_params`
+        limit, floor = jnp.float32(ratio), jnp.float32(eps)
+        return limit * jnp.maximum(param_norm, floor), state
+
+    return Rule(None, update, uses_params=True, name="relative_to_params")
+
+
+@public
+def capped(rule: Rule, max_threshold: Number) -> Rule:
+    """Limit the threshold of another rule to an upper bound.
+
+    Args:
+        rule: Threshold rule.
+        max_threshold: Upper bound in the units of the norm; a positive number.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> rule = gcx.thresholds.capped(gcx.thresholds.quantile(initial=4.0), 1.0)
+        >>> clip = gcx.clip_by_global_norm(rule)
+        >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
+        [1.0]
+    """
+    hint = "Use the rule without `capped` for no bound."
+    bound = check_number("max_threshold", max_threshold, hint)
+    if not isinstance(rule, Rule):
+        hint = "Pass for example `gcx.thresholds.quantile()`."
+        if is_factory(rule):
+            check_callable("rule", rule, hint)
+        raise type_error("rule", "a rule", shortened(rule), hint)
+
+    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
+        threshold, state = rule.update(norm, state, param_norm)
+        return jnp.minimum(threshold, jnp.float32(bound)), state
+
+    return dataclasses.replace(rule, update=update)

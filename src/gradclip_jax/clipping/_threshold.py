@@ -1,6 +1,6 @@
-"""Thresholds: numbers, schedules, and rules that depend on earlier norms or on the parameters.
+"""Thresholds as rules: the class `Rule`, conversion of numbers and schedules, and application.
 
-The published rules are in `_rules.py`. Users can define their own rules with the class `Rule`.
+The rules of `gcx.thresholds` are in `_rules.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
-    call_user,
+    call_schedule,
     check_callable,
     check_dtype_kept,
     check_flag,
@@ -24,15 +24,13 @@ from .._checks import (
     check_values,
     describe,
     dtype_of,
-    is_factory,
-    is_scalar,
     shapes_of,
     shortened,
 )
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
-from ..norms._groups import PerGroup
+from ..norms._groups import PerGroup, split
 
 
 @as_pytree
@@ -100,10 +98,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        value = call_user(argument, "schedule", schedule, count)
-        if not is_scalar(value, jnp.floating, jnp.integer):
-            rule, hint = "a schedule that returns a real scalar", "Return one number per step."
-            raise type_error(argument, rule, describe(value), hint)
+        value = call_schedule(argument, schedule, count)
         is_array = isinstance(value, jax.Array)
         hint = "Return a positive number, or inf for no threshold."
         value = value if is_array else check_number(argument, value, hint, "[-inf, inf]")
@@ -112,37 +107,8 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
     return Rule(init, update, allow_negative=True, counts_nonfinite=True, name="schedule")
 
 
-@public
-def relative_to_params(ratio: Number = 0.01, eps: Number = 1e-3) -> Rule:
-    """Set each threshold to `ratio * max(norm of the parameters, eps)`.
-
-    Args:
-        ratio: Maximum ratio of gradient norm to parameter norm; a positive number.
-        eps: Lower bound of the parameter norm, > 0, which allows updates of zero parameters.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_global_norm(gcx.thresholds.relative_to_params(0.5))
-        >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 10.0])
-        >>> clip.update(grads, clip.init(params), params)[0].tolist()
-        [0.0, 2.5]
-
-    References:
-        Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
-    """
-    ratio = check_number("ratio", ratio, "The paper uses 0.01 for large batches.")
-    eps = check_number("eps", eps, "The paper uses 1e-3.")
-
-    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
-        assert param_norm is not None  # because of `uses_params`
-        limit, floor = jnp.float32(ratio), jnp.float32(eps)
-        return limit * jnp.maximum(param_norm, floor), state
-
-    return Rule(None, update, uses_params=True, name="relative_to_params")
-
-
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; return a rule unchanged."""
+    """Convert a number above `low` or a schedule to a rule; return a rule unchanged, or raise."""
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
@@ -163,44 +129,16 @@ def check_arity(argument: str, rule: Rule) -> None:
         ("init", rule.init, ("zeros",)),
         ("update", rule.update, ("norm", "state", "param_norm")),
     ):
+        if fun is None:
+            continue
         try:
-            inspect.signature(fun).bind(*arguments) if fun else None
+            inspect.signature(fun).bind(*arguments)
         except ValueError:  # a builtin without a signature
             continue
         except TypeError as error:
             expected = f"a rule whose `{name}` takes ({', '.join(arguments)})"
             hint = "Define the function with these arguments; see `gcx.thresholds.Rule`."
             raise type_error(argument, expected, shortened(fun), hint) from error
-
-
-@public
-def capped(rule: Rule, max_threshold: Number) -> Rule:
-    """Limit the threshold of another rule to an upper bound.
-
-    Args:
-        rule: Threshold rule.
-        max_threshold: Upper bound in the units of the norm; a positive number.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> rule = gcx.thresholds.capped(gcx.thresholds.quantile(initial=4.0), 1.0)
-        >>> clip = gcx.clip_by_global_norm(rule)
-        >>> clip.update(jnp.array([3.0]), clip.init(jnp.zeros(1)))[0].tolist()
-        [1.0]
-    """
-    hint = "Use the rule without `capped` for no bound."
-    bound = check_number("max_threshold", max_threshold, hint)
-    if not isinstance(rule, Rule):
-        hint = "Pass for example `gcx.thresholds.quantile()`."
-        if is_factory(rule):
-            check_callable("rule", rule, hint)
-        raise type_error("rule", "a rule", shortened(rule), hint)
-
-    def update(norm: Array, state: Tree, param_norm: Array | None) -> tuple[Array, Tree]:
-        threshold, state = rule.update(norm, state, param_norm)
-        return jnp.minimum(threshold, jnp.float32(bound)), state
-
-    return dataclasses.replace(rule, update=update)
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
@@ -224,14 +162,15 @@ def apply_rule(
 
     The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
     """
-    value, old_state = norm, ()
-    if rule.init is not None:
-        old_state = state[rule.name]
+    if rule.init is None:
+        value, old_state = norm, ()
+    else:
         # States are float32, so a larger norm counts as the largest float32 and changes no state.
         value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
+        old_state = state[rule.name]
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     result = rule.update(value.astype(jnp.float32), old_state, given)
-    threshold, proposed = _checked_result(argument, result, norm, old_state)
+    threshold, new_state = _checked_result(argument, result, norm, old_state)
     if norm.dtype == jnp.float64:
         threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
     if rule.init is None:
@@ -240,32 +179,33 @@ def apply_rule(
 
     def select(new: Array, old: Array) -> Array:
         check_dtype_kept(argument, new, old)
-        # Raises if a rule returns an array larger than the old one.
-        new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
-        return jnp.where(is_updated, new, old)
+        if np.shape(new) not in ((), old.shape):
+            hint = "Return a state like that of `init`."
+            raise type_error(argument, "a rule whose state keeps its shapes", describe(new), hint)
+        return jnp.where(is_updated, jnp.asarray(new).astype(old.dtype), old)
 
-    return threshold, {rule.name: jax.tree.map(select, proposed, old_state)}
+    return threshold, {rule.name: jax.tree.map(select, new_state, old_state)}
 
 
 def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tuple[Array, Tree]:
     """Return the threshold, with the dtype and shape of the norms, and the next state, or raise."""
-    hint = "Return a threshold and the next state from `Rule.update`."
     if not (isinstance(result, tuple) and len(result) == 2):
         rule = "a rule that returns a threshold and the next state"
         raise type_error(argument, rule, describe(result), "Return a tuple from `Rule.update`.")
-    threshold, proposed = result
+    threshold, new_state = result
+    hint = "Return a threshold and the next state from `Rule.update`."
     dtype = dtype_of(threshold)
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real or np.shape(threshold) not in ((), norm.shape):
         rule = f"a rule that returns a threshold like {describe(norm)}"
         raise type_error(argument, rule, describe(threshold), hint)
-    if jax.tree.structure(proposed) != jax.tree.structure(state):
+    if jax.tree.structure(new_state) != jax.tree.structure(state):
         rule = f"a rule that returns a state like {shortened(state)}"
-        raise type_error(argument, rule, shortened(proposed), hint)
+        raise type_error(argument, rule, shortened(new_state), hint)
     threshold = jnp.asarray(threshold, norm.dtype)
     if norm.ndim and not threshold.ndim:
         threshold = threshold + jnp.zeros_like(norm)  # with the sharding of the norms
-    return threshold, proposed
+    return threshold, new_state
 
 
 def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
@@ -292,25 +232,29 @@ def apply_rules(
     """
     check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
-    if len(rules) != 1:  # one for each group
-        old_states = states or ((),) * len(rules)
-        rows = zip(rules, norms.arrays, old_states, param_norms.arrays, strict=True)
-        results = [apply(*row) for row in rows]
-        new_states = tuple([state for _, state in results])
-        thresholds = PerGroup([threshold for threshold, _ in results], norms.groups)
-        return thresholds, new_states if jax.tree.leaves(new_states) else ()
-    (rule,) = rules
-    if rule.init is None:
+    if len(rules) == 1 and rules[0].init is None:  # an elementwise rule
 
         def threshold_of(norm: Array, param_norm: Array) -> Array:
-            return apply(rule, norm, (), param_norm)[0]
+            return apply(rules[0], norm, (), param_norm)[0]
 
         return norms.map(threshold_of, param_norms), ()
-    vector = norms.vector()
-    like = jax.eval_shape(lambda: init_state(rule, vector.shape))
-    state = states[0] if states else like
-    if jax.tree.leaves(like) and (not states or shapes_of(state) != shapes_of(like)):
+    values, param_values = norms.arrays, param_norms.arrays
+    if len(rules) == 1:
+        values, param_values = [norms.vector()], [param_norms.vector()]
+    old_states = _checked_states(rules, values, states)
+    results = list(map(apply, rules, values, old_states, param_values))
+    thresholds, new_states = [x for x, _ in results], tuple([state for _, state in results])
+    if len(rules) == 1:
+        thresholds = split(thresholds[0], norms.arrays)
+    return PerGroup(thresholds, norms.groups), new_states if jax.tree.leaves(new_states) else ()
+
+
+def _checked_states(rules: Sequence[Rule], values: Sequence[Array], states: Tree) -> Sequence[Tree]:
+    """Return the state of each rule, or raise if the states do not fit the shapes of the norms."""
+    like = jax.eval_shape(lambda: tuple(map(init_state, rules, [x.shape for x in values])))
+    if not jax.tree.leaves(like):
+        return like
+    if shapes_of(states) != shapes_of(like):
         hint = "Pass the state of `init` for the structure of the updates."
         raise type_error("state", f"like {shortened(like)}", shortened(states), hint)
-    new_vector, state = apply(rule, vector, state, param_norms.vector())
-    return norms.with_vector(new_vector), (state,) if states else ()
+    return states

@@ -16,12 +16,12 @@ from .._types import UNBOUNDED, Array, AxisName, Count, Labels, Number, Order, T
 from ..norms._granularity import Granularity, group, layer
 from ..norms._granularity import axis as axis_granularity
 from ..norms._leaves import checked_leaves
-from ..norms._norm import norm_of_leaves
+from ..norms._reduce import norm_of_leaves
 from ._clip import norm_clip
 from ._formula import Reaction, clamp_leaf, scale_factor
-from ._rules import EmaState, ema, zscore
+from ._rules import EmaState, capped, ema, relative_to_params, zscore
 from ._rules import percentile as percentile_rule
-from ._threshold import Threshold, capped, relative_to_params
+from ._threshold import Threshold
 
 
 @public

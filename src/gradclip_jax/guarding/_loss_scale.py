@@ -10,9 +10,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_array, check_count, check_no_transformation, check_number, is_float0
+from .._checks import check_array, check_count, check_number, check_optimizer_state, is_float0
+from .._clip_order import check_clip_order
 from .._errors import public, type_error
-from .._states import check_clip_order, find_states, increment_where, plain_arrays
+from .._states import find_states, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
@@ -78,7 +79,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
         >>> float(loss), float(grads), float(updates)
         (9.0, 6144.0, -6.0)
     """
-    check_no_transformation(state)
+    check_optimizer_state(state)
     scales = find_states(state, LossScaleState)
     if len(scales) != 1:
         rule = "a state with exactly one loss scale"

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_no_transformation, check_not_traced, leaf_path, listed
+from .._checks import check_concrete, check_optimizer_state, leaf_path, listed
 from .._errors import public
-from .._states import find_states, metrics, plain_arrays
+from .._metrics import metrics
+from .._states import find_states, plain_arrays
 from .._types import Tree
 from ..norms._leaves import is_inexact
 from ..wrappers._state import GuardState, WrapperState
@@ -55,9 +56,9 @@ def raise_if_failed(state: Tree) -> None:
         ...
         RuntimeError: raise_if_failed: 1 consecutive skips (skip_nonfinite: 1 nonfinite). ...
     """
-    check_no_transformation(state)
+    check_optimizer_state(state)
     hint = "Return the state from `jit`; inside `jit`, use `metrics(state)['guard_failed']`."
-    check_not_traced("state", state, hint)
+    check_concrete("state", state, hint)
     found = jax.device_get(metrics(state))
     if not np.any(found.get("guard_failed", 0)):
         return

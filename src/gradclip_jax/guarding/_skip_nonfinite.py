@@ -26,7 +26,7 @@ from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mask import Mask, broadcast_mask
 from ..norms._mesh import max_over, shard_axes
-from ..norms._norm import norm_of_leaves
+from ..norms._reduce import norm_of_leaves
 from ..wrappers._guard import ExtraArgs, Guard, Rejections, loss_of, params_of
 from ..wrappers._update import wrap
 

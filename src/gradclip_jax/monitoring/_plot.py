@@ -44,9 +44,10 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | red | a non-finite value |
     | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
     | lines instead of heat maps | the log has no norms of leaves or layers |
-    | vertical lines | an incident, or the first one of a streak, which is shaded |
+    | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
-    The first 6 and the last 6 streaks are described below the plot. The figure is 900 pixels wide.
+    The first 6 and the last 6 streaks are described below the plot by their first incident with the
+    most kinds of faults. The figure is 900 pixels wide.
     It requires matplotlib: `pip install "gradclip_jax[plots]"`.
 
     Args:
@@ -80,7 +81,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
         hint = "Log `loss` or `gradient_norm`."
         raise value_error("log", "a log with numbers", "rows without a loss and norms", hint)
     heights = [max(1.2, 0.14 * np.size(panel.values[0])) for panel in panels]
-    captions = _captions(incidents)
+    streaks = _streaks(incidents)
+    captions = _captions(streaks)
     size = 9, sum(heights) + 0.5 * len(heights) + 0.3 * len(captions) + 0.5
     figure = Figure(size, dpi=100, layout="constrained")
     axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -90,7 +92,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
             _draw_line(axis, panel)
         else:
             _draw_heat_map(axis, panel, rows, names[shown])
-        _mark_incidents(axis, incidents, with_streaks=panel.values.ndim == 1)
+        axis.tick_params("x", labelsize=8)
+        _mark_incidents(axis, streaks, hides_values=panel.values.ndim == 2)
     axes[-1].set_xlim(rows.step[0], rows.end)
     axes[-1].set_xlabel("step", fontsize=8)
     # Names of leaves may contain a dollar sign.
@@ -125,8 +128,10 @@ def _draw_line(axis: Any, panel: _Panel) -> None:
         low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
         steps, values = np.repeat(steps[starts], 2), np.stack([low, high], 1).ravel()
     axis.plot(steps, values, linewidth=1, marker="." if len(steps) < 50 else None)
-    if values.size:
-        axis.set_yscale("linear" if np.any(values <= 0) else "log")
+    axis.tick_params("y", which="both", labelsize=8)
+    # On a logarithmic axis, a line through a zero leaves the plot at the lower edge.
+    if np.any(values > 0) and not np.any(values < 0):
+        axis.set_yscale("log")
     bad = panel.steps[~is_finite]
     options = {"transform": axis.get_xaxis_transform(), "color": _RED, "linestyle": ""}
     axis.plot(bad, np.full(len(bad), 0.03), marker="|", markersize=8, **options)
@@ -149,26 +154,37 @@ def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> N
         # The outline is visible even if a step is narrower than a pixel.
         axis.broken_barh(spans, (unit - 0.5, 1), color=_RED, linewidth=0.8, rasterized=True)
     axis.set_facecolor(_MISSING)
-    axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
+    colors = axis.figure.colorbar(mesh, ax=axis, pad=0.01, aspect=10)
+    colors.ax.tick_params(which="both", labelsize=7)
     axis.set_yticks(range(len(labels)), labels, fontsize=6, parse_math=False)
     axis.invert_yaxis()
 
 
-def _mark_incidents(axis: Any, incidents: Sequence[Incident], *, with_streaks: bool) -> None:
-    """Draw a line at the first step of each streak of incidents, and optionally shade streaks."""
+def _streaks(incidents: Sequence[Incident]) -> list[Sequence[Incident]]:
+    """Split incidents into streaks; the beginning of the first one may be missing."""
     starts = [i for i, x in enumerate(incidents) if x.streak == 1 or i == 0]
     stops = [*starts, len(incidents)][1:]
-    for first, stop in zip(starts, stops, strict=False):
-        start, end = incidents[first].step, incidents[stop - 1].step
-        axis.axvline(start, color=_RED, linewidth=0.8, alpha=0.7)
-        if with_streaks and end > start:
-            axis.axvspan(start, end, color=_RED, alpha=0.12, linewidth=0)
+    return [incidents[start:stop] for start, stop in zip(starts, stops, strict=False)]
 
 
-def _captions(incidents: Sequence[Incident]) -> list[str]:
+def _mark_incidents(axis: Any, streaks: list[Sequence[Incident]], *, hides_values: bool) -> None:
+    """Draw a line at the first step of each streak and shade it, or mark it at the upper edge."""
+    if hides_values:
+        starts, options = [x[0].step for x in streaks], {"color": _RED, "linestyle": ""}
+        options |= {"transform": axis.get_xaxis_transform(), "clip_on": False}
+        (marks,) = axis.plot(starts, np.ones(len(starts)), marker=7, markersize=4, **options)
+        marks.set_in_layout(False)  # without marks, the layout would fail
+        return
+    for first, *_, last in ([*x, x[-1]] for x in streaks):
+        axis.axvline(first.step, color=_RED, linewidth=0.8, alpha=0.7)
+        axis.axvspan(first.step, last.step, color=_RED, alpha=0.12, linewidth=0)
+
+
+def _captions(streaks: list[Sequence[Incident]]) -> list[str]:
     """Describe the first and the last streaks of incidents in one sentence each."""
-    found = [textwrap.fill(str(x), 140) for x in incidents if x.streak == 1]
-    if (num_omitted := len(found) - _MAX_CAPTIONS) > 0:
+    found = [max(x, key=lambda incident: len(incident.kinds)) for x in streaks]
+    captions = [textwrap.fill(str(x), 140) for x in found]
+    if (num_omitted := len(captions) - _MAX_CAPTIONS) > 0:
         half = _MAX_CAPTIONS // 2
-        found[half:-half] = [f"... {num_omitted} more"]
-    return found
+        captions[half:-half] = [f"... {num_omitted} more"]
+    return captions

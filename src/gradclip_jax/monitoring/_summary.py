@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import check_not_traced, check_number, shortened
+from .._checks import check_concrete, check_number, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray
 from ._detect import Incident
@@ -116,7 +116,7 @@ def _usual_norms(rows: Rows) -> HostArray:
 def _as_array(norms: Any) -> HostArray:
     """Convert norms to a NumPy array."""
     hint = "Pass `monitor.rows`, or `read_log(path).rows` for a file."
-    check_not_traced("norms", norms, hint)
+    check_concrete("norms", norms, hint)
     if not isinstance(norms, str):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             array = np.asarray(jax.device_get(norms))

@@ -26,7 +26,7 @@ from .._errors import public, type_error, value_error
 from .._types import Array, Count, HostArray, Path, Tree
 from ..norms._leaves import checked_leaves
 from ..norms._mesh import vary, varying_axes
-from ..norms._norm import squares
+from ..norms._reduce import squares
 
 SHAPE = (2, 4)
 """Sums of a tap: the element count, the sums of x and x^2, and the non-finite count, for the

@@ -17,23 +17,24 @@ from .._checks import (
     check_choice,
     check_count,
     check_length,
-    check_no_transformation,
+    check_optimizer_state,
     check_params,
     check_state,
     listed,
 )
 from .._devices import fusion_barrier, pair_of_sums
 from .._errors import named, public, type_error, value_error
+from .._metrics import metrics
 from .._run_if import like_dtypes
-from .._states import find_states, metrics, plain_arrays
+from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._groups import NormGroups, reduce_axes, table_of_sums
+from ..norms._groups import NormGroups
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
-from ..norms._norm import squares
+from ..norms._reduce import reduce_axes, squares, table_of_sums
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
 from ..wrappers._inner import apply_updates
@@ -115,7 +116,7 @@ def last_row(state: Tree) -> Row:
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` inside an optimizer state, or number `which` of several."""
-    check_no_transformation(state)
+    check_optimizer_state(state)
     found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
@@ -352,7 +353,7 @@ class WatchUpdate(InPlaceUpdate):
 
     def _units(self, grads: Tree, state: Tree, params: Tree | None) -> Units:
         """Return the leaves that are measured, or raise if an argument of `update` is invalid."""
-        check_state(state, WatchState)
+        check_state(state, WatchState, "step_count")
         if params is not None or self.with_step:
             check_params(grads, params)
         masked = mask_leaves(self.trainable, grads, params)
@@ -438,7 +439,7 @@ def sums_of_gradient(units: Units) -> Array:
     dtype = norm_dtype(units.gradient)
 
     def terms(g: Array, axes: tuple[int, ...]) -> Array:
-        return _two_sums(axes, (~jnp.isfinite(g)).astype(dtype), squares(g, dtype))
+        return _two_sums(axes, ~jnp.isfinite(g), squares(g, dtype))
 
     return _sums_of_groups(units, terms, units.gradient)
 
@@ -497,8 +498,7 @@ def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
 
 def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
     """Return the sums of two arrays over the given axes for each slice, float[slices, 2]."""
-    sums = pair_of_sums(functools.partial(reduce_axes, jnp.sum, axes=axes), x, y)
-    return replicated(sums).reshape(-1, 2)
+    return replicated(pair_of_sums(axes, x, y)).reshape(-1, 2)
 
 
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:

@@ -29,18 +29,6 @@ from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
 from ._leaves import inexact_shapes, is_inexact
 
 
-def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable]) -> NormGroups:
-    """Select the norm groups whose labels have a threshold; other leaves are not clipped."""
-    unknown = [label for label in labels if label not in groups.labels]
-    if unknown and groups.labels:
-        hint = f"The labels of `param_labels` are {', '.join(sorted(map(repr, groups.labels)))}."
-        rule = "a mapping from labels of the tree to thresholds"
-        raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
-    index_of = {label: i for i, label in enumerate(labels)}
-    index = tuple(i if i is None else index_of.get(groups.labels[i]) for i in groups.group_of_leaf)
-    return NormGroups(index, len(labels), tuple(labels))
-
-
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class Granularity:
@@ -74,6 +62,18 @@ def as_granularity(granularity: Literal["global", "leaf"] | Granularity) -> Gran
         raise type_error("granularity", rule, shortened(granularity), hint)
     check_choice("granularity", granularity, ("global", "leaf"))
     return Granularity(tree_groups if granularity == "global" else leaf_groups)
+
+
+def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable]) -> NormGroups:
+    """Select the norm groups whose labels have a threshold; other leaves are not clipped."""
+    unknown = [label for label in labels if label not in groups.labels]
+    if unknown and groups.labels:
+        hint = f"The labels of `param_labels` are {', '.join(sorted(map(repr, groups.labels)))}."
+        rule = "a mapping from labels of the tree to thresholds"
+        raise value_error(argument, rule, f"the unknown label {unknown[0]!r}", hint)
+    index_of = {label: i for i, label in enumerate(labels)}
+    index = tuple(i if i is None else index_of.get(groups.labels[i]) for i in groups.group_of_leaf)
+    return NormGroups(index, len(labels), tuple(labels))
 
 
 def group_names(granularity: Literal["global", "leaf"] | Granularity, tree: Tree) -> list[str]:

@@ -31,11 +31,12 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
     """
     if axis_name == ():
         return frozenset()
-    varying = varying_axes(x)
-    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
+    axes = varying_axes(x)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+    for name in names:
         if name not in varying_axes(axis_index(name)):
-            varying |= {name}
-    return varying
+            axes |= {name}
+    return axes
 
 
 def axis_index(name: str, argument: str = "axis_name") -> Array:

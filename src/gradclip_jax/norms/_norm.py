@@ -1,32 +1,20 @@
-"""Norms of trees, norm groups, leaves and slices, and their derivatives."""
+"""Public functions that compute norms of trees and leaves, or combine norms."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from .._checks import check_ord, is_traced, shortened
-from .._devices import map_arrays
 from .._errors import public, value_error
-from .._types import Array, AxisName, Number, Order, Scalar, Tree
-from ._groups import (
-    Axes,
-    NormGroups,
-    PerGroup,
-    leaf_groups,
-    reduce_axes,
-    reduce_groups,
-    stack_small,
-    tree_groups,
-)
-from ._leaves import checked_leaves, is_inexact, norm_dtype, wide_dtype
-from ._mesh import check_axis_name, replica_count, shard_axes
+from .._types import AxisName, Number, Order, Scalar, Tree
+from ._groups import leaf_groups
+from ._leaves import checked_leaves, is_inexact
+from ._mesh import check_axis_name
+from ._reduce import group_norms, norm_of_leaves
 
 
 @public
@@ -148,103 +136,3 @@ def combine_norms(norms: Sequence[Number], *, ord: Order | None = None) -> Scala
             hint = "Pass the results of `global_norm` for each part."
             raise value_error("norms", "at least 0", shortened(norms), hint)
     return norm_of_leaves(leaves, check_ord(ord), None)
-
-
-def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> Scalar:
-    """Compute one norm of all leaves."""
-    return group_norms(list(leaves), tree_groups(leaves), ord, axis_name).arrays[0]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def group_norms(
-    leaves: list[Array], groups: NormGroups, ord: float, axis_name: AxisName
-) -> PerGroup:
-    """Compute the norm of each group with at most one all-reduce, and read each leaf once."""
-    if ord == 2:
-        return _l2_norms(leaves, groups, axis_name)
-    dtype = norm_dtype(leaves)
-
-    def sum_of_magnitudes(x: Array, axes: Axes) -> Array:
-        return reduce_axes(jnp.sum, magnitude(x, dtype), axes)
-
-    def largest_magnitude(x: Array, axes: Axes) -> Array:
-        sizes = magnitude(x, dtype)
-        # A maximum on GPU and an all-reduce may drop NaN.
-        sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
-        return reduce_axes(functools.partial(jnp.max, initial=0), sizes, axes)
-
-    if ord == 1:
-        return PerGroup(_reduced(sum_of_magnitudes, leaves, groups, axis_name), groups)
-    norms = _reduced(largest_magnitude, leaves, groups, axis_name, is_sum=False)
-    return PerGroup(norms, groups)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _l2_norms(leaves: list[Array], groups: NormGroups, axis_name: AxisName) -> PerGroup:
-    """Compute the L2 norm of each group."""
-    terms = functools.partial(sum_of_squares, dtype=norm_dtype(leaves))
-    sums = _reduced(terms, leaves, groups, axis_name)
-    return PerGroup(map_arrays(jnp.sqrt, sums), groups)
-
-
-def _reduced(
-    terms: Callable[..., Array],
-    leaves: list[Array],
-    groups: NormGroups,
-    axis_name: AxisName,
-    *,
-    is_sum: bool = True,
-) -> list[Array]:
-    """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
-    # Slices are not stacked, because their norms would have to be taken out of the stack again.
-    if groups.axes is None:
-        _, groups, (leaves,) = stack_small(groups, leaves)
-    return reduce_groups(terms, leaves, groups=groups, axis_name=axis_name, is_sum=is_sum)
-
-
-@_l2_norms.defjvp
-def _l2_norms_jvp(
-    groups: NormGroups, axis_name: AxisName, primals: Tree, tangents: Tree
-) -> tuple[PerGroup, PerGroup]:
-    """Set the derivative to zero where a norm is zero or not finite, to avoid NaN."""
-    (leaves,), (directions,) = primals, tangents
-    norms, dtype = _l2_norms(leaves, groups, axis_name), norm_dtype(leaves)
-    # A leaf without a group gets the first norm as a placeholder; `reduce_groups` skips it.
-    by_leaf = [norms.arrays[i or 0] for i in groups.group_of_leaf]
-
-    def along(x: Array, axes: Axes, norm: Array, direction: Array) -> Array:
-        wide = wide_dtype(x.dtype, dtype)
-        is_regular = (norm > 0) & jnp.isfinite(norm)
-        slope = x.astype(wide) / jnp.where(is_regular, norm, 1).astype(wide)
-        product = jnp.conj(jnp.where(is_regular, slope, 0)) * direction.astype(wide)
-        return reduce_axes(jnp.sum, jnp.real(product).astype(dtype), axes)
-
-    columns = leaves, by_leaf, directions
-    slopes = reduce_groups(along, *columns, groups=groups, axis_name=axis_name)
-    return norms, PerGroup(slopes, groups)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def sum_of_squares(x: Array, axes: Sequence[int], dtype: DTypeLike) -> Array:
-    """Return `sum(|x|^2)` over the given axes; see `reduce_axes`."""
-    return reduce_axes(jnp.sum, squares(x, dtype), axes)
-
-
-def squares(x: Array, dtype: DTypeLike) -> Array:
-    """Return `|x|^2` in float32 or float64."""
-    return jnp.square(magnitude(x, dtype) if jnp.iscomplexobj(x) else x.astype(dtype))
-
-
-def magnitude(x: Array, dtype: DTypeLike) -> Array:
-    """Return `|x|` in float32 or float64."""
-    return jnp.abs(x.astype(wide_dtype(x.dtype, dtype))).astype(dtype)
-
-
-def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:
-    """Divide the norm of each slice of each leaf by the root of its number of elements."""
-    roots: list[Array] = []
-    for x, axes, norm in zip(leaves, norms.groups.axes or (), norms.arrays, strict=True):
-        num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
-        size = num_shards * math.prod(x.shape[i] for i in axes)
-        roots.append(jnp.asarray(math.sqrt(max(size, 1)), norm.dtype))
-    return norms.map(jnp.divide, PerGroup(roots, norms.groups))

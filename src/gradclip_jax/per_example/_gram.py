@@ -18,7 +18,7 @@ from jax import lax
 
 from .._types import Array, Scalar
 from ..norms._leaves import norm_dtype, wide_dtype
-from ..norms._norm import squares, sum_of_squares
+from ..norms._reduce import squares, sum_of_squares
 from ._factored import (
     AxisLabels,
     Convolution,

@@ -26,7 +26,7 @@ from .._states import increment_where
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
-from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, params_of
+from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, is_gradient, params_of
 from ._inner import apply_updates, run_inner, updates_for_caller
 from ._nesting import Wrappers
 from ._skips import SkipFlags, first_skip, flag_where, is_accepted_by_all, skip_flags
@@ -110,20 +110,6 @@ class _StepResult(NamedTuple):
     findings: _Findings
 
 
-class _GuardCall(NamedTuple):
-    """What one guard did in a call.
-
-    Attributes:
-        skip: The flags with which it skipped the micro-batch or the step.
-        observed: What its check returned for `Guard.advance`.
-        is_accepted: Whether the guard accepted a gradient that was applied or accumulated.
-    """
-
-    skip: Array
-    observed: Tree
-    is_accepted: Scalar
-
-
 def execute(
     wrappers: Wrappers,
     grads: Tree,
@@ -163,13 +149,15 @@ def execute(
     if wrappers.accumulation is not None:
         return _accumulate(call, carry, extra_args)
     step, carry = _take_step(call, grads, carry, extra_args)
-    has_run = jnp.asarray(is_accepted_by_all(step.skips))
-    guard_calls = [
-        _GuardCall(skip, observed, has_run)
-        for skip, observed in zip(step.skips, step.findings.observed, strict=True)
-    ]
-    state = _next_state(call, guard_calls, has_run, step.findings.norm, carry.inner_state)
-    return Result(step.updates, step.measured, carry.params, state)
+    skips, found, has_run = step.skips, step.findings, jnp.asarray(is_accepted_by_all(step.skips))
+    after = state._replace(
+        guards=_next_guards(wrappers.guards, state.guards, skips, found.observed, has_run),
+        inner_state=carry.inner_state,
+        grad_norm=found.norm,
+    )
+    return Result(
+        step.updates, step.measured, carry.params, _with_outcome(call, after, skips, has_run)
+    )
 
 
 def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
@@ -205,14 +193,23 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
 
     has_run = takes_step & is_accepted_by_all(result.skips)
     is_accumulated = is_accepted & batch.is_given & ~closes
+    is_used = is_accepted & batch.is_weighted & (is_accumulated | has_run)
+    # A guard around the accumulation skips the micro-batch or, at the latest, the window.
+    num_outer = len(wrappers.outer)
+    outer_skips = [x | y for x, y in zip(found.skips, result.skips[:num_outer], strict=True)]
+    inner_skips, inner_found = result.skips[num_outer:], result.findings
+    after = state._replace(
+        outer=_next_guards(wrappers.outer, state.outer, outer_skips, found.observed, is_used),
+        accumulation=accumulation.finish(window.with_total(total), closes, has_run),
+        guards=_next_guards(
+            wrappers.guards, state.guards, inner_skips, inner_found.observed, has_run
+        ),
+        inner_state=carry.inner_state,
+        grad_norm=_last_norm(call, found, batch.is_weighted, inner_found, takes_step),
+    )
     flags = flag_where(Outcome.ACCUMULATED, is_accumulated)
     flags |= flag_where(Outcome.EMPTY_WINDOW, closes & ~window.has_weight)
-    is_used = is_accepted & batch.is_weighted & (is_accumulated | has_run)
-    guard_calls = _guard_calls(found, is_used, result, has_run)
-    norm = _last_norm(call, found, batch.is_weighted, result.findings, takes_step)
-    after = _next_state(call, guard_calls, has_run, norm, carry.inner_state, flags)
-    window = accumulation.finish(window.with_total(total), closes, has_run)
-    after = after._replace(accumulation=window)
+    after = _with_outcome(call, after, [*outer_skips, *inner_skips], has_run, flags)
     return Result(result.updates, result.measured, carry.params, after)
 
 
@@ -224,23 +221,6 @@ def _check_micro_batch(call: _Call, batch: MicroBatch) -> tuple[Tree, _Findings]
     grads, found = _receive(guards, checks, call.state.outer, call.grads, call.params, extra_args)
     skips = [jnp.where(batch.is_weighted, skip, 0) for skip in found.skips]
     return grads, found._replace(skips=skips)
-
-
-def _guard_calls(
-    micro_batch: _Findings, is_used: Scalar, step: _StepResult, has_run: Scalar
-) -> list[_GuardCall]:
-    """Return what each guard did in a call of an accumulation.
-
-    A guard around the accumulation checks the micro-batch and, after a skip, a flushed window.
-    """
-    num_outer = len(micro_batch.skips)
-    skips = [x | y for x, y in zip(micro_batch.skips, step.skips[:num_outer], strict=True)]
-    outer = zip(skips, micro_batch.observed, strict=True)
-    inner = zip(step.skips[num_outer:], step.findings.observed, strict=True)
-    return [
-        *(_GuardCall(skip, observed, is_used) for skip, observed in outer),
-        *(_GuardCall(skip, observed, has_run) for skip, observed in inner),
-    ]
 
 
 def _last_norm(
@@ -287,6 +267,10 @@ def _take_step(
     skips = _check_window(call, grads, extra_args)
     checks = [guard.check for guard in guards]
     received, found = _receive(guards, checks, call.state.guards, grads, params, extra_args)
+    if is_gradient(extra_args, grads):
+        for guard, state in zip(guards, call.state.guards, strict=True):
+            unscaled = guard.unscale(extra_args["grad"], state.rule_state)
+            extra_args = extra_args | {"grad": unscaled}
     skips = first_skip([*skips, *found.skips])
     is_accepted = is_accepted_by_all(skips)
     checks_step = any(guard.check_step for guard in wrappers.all_guards)
@@ -342,52 +326,57 @@ def _check_step(call: _Call, updates: Tree, before: Tree, after: Tree) -> list[S
     return first_skip(skips)
 
 
-def _next_state(
+def _next_guards(
+    guards: Sequence[Guard],
+    states: Sequence[GuardState],
+    skips: Sequence[Array],
+    observed: Sequence[Tree],
+    is_accepted: Scalar,
+) -> tuple[GuardState, ...]:
+    """Count the skips of guards by cause, and advance the states of the guards themselves.
+
+    `is_accepted` is whether the gradient that all of them accepted was applied or accumulated.
+    """
+    after: list[GuardState] = []
+    for guard, state, skip, seen in zip(guards, states, skips, observed, strict=True):
+        counts = {
+            cause: increment_where(count, has_flag(skip, Outcome.of_cause(cause)))
+            for cause, count in state.skipped.items()
+        }
+        is_skipped = skip != 0
+        with named(guard.name):
+            advanced = guard.advance(state.rule_state, seen, is_skipped)
+        is_advanced = is_skipped | is_accepted
+        rule_state = optax.tree.where(is_advanced, advanced, state.rule_state)
+        after.append(GuardState(counts, rule_state))
+    return tuple(after)
+
+
+def _with_outcome(
     call: _Call,
-    guard_calls: Sequence[_GuardCall],
+    after: WrapperState,
+    skips: Sequence[Array],
     has_run: Scalar,
-    norm: Scalar | None,
-    inner_state: Tree,
     flags: Array | int = 0,
 ) -> WrapperState:
-    """Return the next state of all but the accumulation, whose flags are added to the outcome."""
-    state, wrappers = call.state, call.wrappers
-    outcome = jnp.where(has_run, outcome_of(inner_state), 0) | flags
-    outcome = functools.reduce(operator.or_, (x.skip for x in guard_calls), outcome)
+    """Record the outcome of a call, consecutive skips, and whether a guard has failed.
+
+    `skips` has one entry for each guard, and `flags` are those of the accumulation.
+    """
+    before, guards = call.state, call.wrappers.all_guards
+    outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags
+    outcome = functools.reduce(operator.or_, skips, outcome)
 
     is_failure = has_flag(outcome, Outcome.SKIPPED | Outcome.EMPTY_WINDOW)
     is_failure &= ~has_flag(outcome, Outcome.ACCUMULATED)
-    streak = increment_where(state.consecutive_skips, is_failure)
+    streak = increment_where(before.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, Outcome.APPLIED), 0, streak)
 
-    has_failed = state.guard_failed > 0
-    guards: list[GuardState] = []
-    rows = zip(wrappers.all_guards, state.outer + state.guards, guard_calls, strict=True)
-    for guard, guard_state, guard_call in rows:
-        guards.append(_next_guard_state(guard, guard_state, guard_call))
-        has_failed |= guard.has_failed(guard_state.rule_state, guard_call.skip != 0)
+    has_failed = before.guard_failed > 0
+    for guard, state, skip in zip(guards, before.outer + before.guards, skips, strict=True):
+        has_failed |= guard.has_failed(state.rule_state, skip != 0)
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
-    return WrapperState(
-        consecutive_skips=streak,
-        guard_failed=has_failed.astype(jnp.int32),
-        outer=tuple(guards[: len(wrappers.outer)]),
-        accumulation=state.accumulation,
-        guards=tuple(guards[len(wrappers.outer) :]),
-        inner_state=inner_state,
-        outcome=outcome,
-        grad_norm=norm,
+    return after._replace(
+        consecutive_skips=streak, guard_failed=has_failed.astype(jnp.int32), outcome=outcome
     )
-
-
-def _next_guard_state(guard: Guard, state: GuardState, call: _GuardCall) -> GuardState:
-    """Count a skip by its causes, and advance the state of the guard itself."""
-    counts = {
-        cause: increment_where(count, has_flag(call.skip, Outcome.of_cause(cause)))
-        for cause, count in state.skipped.items()
-    }
-    is_skipped = call.skip != 0
-    with named(guard.name):
-        advanced = guard.advance(state.rule_state, call.observed, is_skipped)
-    is_advanced = is_skipped | call.is_accepted
-    return GuardState(counts, optax.tree.where(is_advanced, advanced, state.rule_state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -15,7 +16,7 @@ from .._types import AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
 from ..norms._mesh import check_axis_name, shard_axes
-from ..norms._norm import norm_of_leaves
+from ..norms._reduce import norm_of_leaves
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
@@ -101,6 +102,12 @@ def check_guard_arguments(
 def params_of(params: Tree) -> Tree:
     """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
+    """Return whether there is an extra argument `grad`, as for a line search, like a gradient."""
+    kinds = map(jax.tree.structure, (extra_args.get("grad"), grads))
+    return "grad" in extra_args and len({*kinds}) == 1
 
 
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from .._checks import dtype_of, is_float0, shortened
-from .._errors import named, type_error
+from .._clip_order import is_only_clips
+from .._errors import named, type_error, warn
 from .._run_if import like_dtypes
-from .._states import is_only_clips
 from .._types import Tree
 from ._guard import ExtraArgs
 from ._nesting import Wrappers
@@ -36,10 +34,9 @@ def run_inner(
             raise type_error("state", rule, shortened(state), hint)
     is_identity = updates is grads and not jax.tree.leaves(state)
     if is_identity or is_only_clips(state):
-        warnings.warn(
+        warn(
             "The transformation inside this guard or accumulation contains no optimizer. Place the "
             "optimizer inside: outside, it runs on zeros if a step is skipped or accumulated.",
-            stacklevel=2,
         )
     return updates, after
 

@@ -10,8 +10,9 @@ import optax
 
 from .._checks import check_state
 from .._errors import named, type_error
+from .._metrics import metric_names
 from .._run_if import like_dtypes
-from .._states import find_states, metric_names
+from .._states import find_states
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._guard import Guard, params_of
@@ -74,7 +75,7 @@ class Wrappers(NamedTuple):
 
     def check_state(self, state: Any) -> None:
         """Raise if a state is not that of these wrappers."""
-        check_state(state, WrapperState)
+        check_state(state, WrapperState, "consecutive_skips")
         hint = "Convert it with `gcx.convert_state(tx, state, params)`."
         if (self.accumulation is None) != (state.accumulation is None):
             got = (

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_no_transformation
+from .._checks import check_optimizer_state
 from .._errors import public
-from .._states import combined, is_own_state, plain_arrays
+from .._metrics import combined
+from .._states import is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
@@ -185,7 +186,7 @@ def has_updated(state: Tree) -> Array:
         >>> steps
         2
     """
-    check_no_transformation(state)
+    check_optimizer_state(state)
     return has_flag(outcome_of(plain_arrays(state)), Outcome.APPLIED)
 
 

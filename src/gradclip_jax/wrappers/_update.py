@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any, ClassVar
 
 import jax
@@ -11,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_same_structure, check_transformation, is_scalar, shortened
-from .._errors import public, type_error
-from .._states import check_clip_order, metric_names, plain_arrays, with_structure_of
+from .._clip_order import check_clip_order
+from .._errors import public, type_error, warn
+from .._metrics import metric_names
+from .._states import plain_arrays, with_structure_of
 from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
@@ -91,8 +92,9 @@ def apply_gradients(
 ) -> tuple[Tree, Tree]:
     """Run `update` and `optax.apply_updates` in one call.
 
-    The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
-    `accumulate_gradients` are rounded only once, when they are added to the parameters.
+    The result equals that of the two separate calls, except that bfloat16 gradients which
+    `accumulate_gradients` or `dynamic_loss_scale` computes in float32 are rounded only once, when
+    they are added to the parameters.
     `apply_gradients` is faster for accumulations and guards. If the optimizer does not run,
     parameters and optimizer state are not read or written, whereas `update` must return a tree of
     zeros. Donate `params` and `state` to the jitted step; otherwise they are copied.
@@ -150,4 +152,4 @@ def _warn_of_unread_weight(extra_args: ExtraArgs, state: Tree) -> None:
     is_weight = is_scalar(extra_args.get("weight"), jnp.floating, jnp.integer)
     if is_weight and "mini_step" not in metric_names(state):
         hint = "Wrap the optimizer in `accumulate_gradients`."
-        warnings.warn(f"No accumulation reads the extra argument `weight`. {hint}", stacklevel=2)
+        warn(f"No accumulation reads the extra argument `weight`. {hint}")

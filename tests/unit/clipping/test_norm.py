@@ -63,7 +63,7 @@ def test_norm_is_right_in_every_dtype():
 
 @pytest.mark.parametrize(
     "size",
-    [1, 5, 33, 900, 20_000, *(pytest.param(10**n, marks=pytest.mark.slow) for n in (6, 8))],
+    [1, 5, 33, 900, 20_000, *(pytest.param(10**n, marks=pytest.mark.slow) for n in (6, 7))],
 )
 def test_norm_of_a_constant_array_is_right(size):
     # Constants are the hardest case: each rounding of a running sum errs to the same side.

@@ -117,6 +117,10 @@ def test_a_name_that_occurs_twice_carries_its_path():
     found = gcx.metrics(optax.named_chain(("first", clip()), ("split", parts)).init(PARAMS))
     places = "first", "split/inner_states/body/inner_state"
     assert {"grad_norm", "grad_norm/body", *(f"clip_factor/{x}" for x in places)} <= set(found)
+    labels = {key: f"a/{key}" for key in PARAMS}
+    parts = optax.partition({label: clip() for label in labels.values()}, labels)
+    found = gcx.metrics(parts.init(PARAMS))
+    assert {f"grad_norm/{label}" for label in labels.values()} <= set(found)
 
 
 def test_groups_carry_their_label():
