@@ -247,13 +247,8 @@ def _metrics(
     metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
-<<<<<<< HEAD
         reported = factors.map(_nan_unless, is_finite)
         metrics = norms.by_label(), bounds.by_label(), reported.by_label(), fraction
-=======
-        factors = factors.map(_nan_unless, is_finite)
-        metrics = norms.by_label(), bounds.by_label(), factors.by_label(), fraction
->>>>>>> wt2-norms
     return optax.tree.cast(metrics, jnp.float32)
 
 
