@@ -105,7 +105,7 @@ def compile_for(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     scratch = 0 if memory is None else int(memory.temp_size_in_bytes)
     program = _hlo.analyse(text)
-    flops = (compiled.cost_analysis() or {}).get("flops") or program.always.flops
+    flops = (compiled.cost_analysis() or {}).get("flops") or program.all.flops
     return Compiled(program, scratch, flops, middle - start, end - middle, text)
 
 

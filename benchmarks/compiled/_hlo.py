@@ -32,7 +32,6 @@ class Counts:
     Attributes:
         moved: bytes read and written.
         launches: instructions that do something; on a TPU many are of scalars, next to free.
-        scalars: how many of them only read and write scalars.
         stops: loops of zero or one trip; a GPU's host waits for their predicate.
         flops: multiplications and additions of matrix products.
         collectives: for each kind, the bytes of each result.
@@ -40,7 +39,6 @@ class Counts:
 
     moved: int = 0
     launches: int = 0
-    scalars: int = 0
     stops: int = 0
     flops: int = 0
     collectives: dict[str, list[int]] = field(default_factory=dict)
@@ -49,7 +47,6 @@ class Counts:
         """Adds what another computation does."""
         self.moved += other.moved
         self.launches += other.launches
-        self.scalars += other.scalars
         self.stops += other.stops
         self.flops += other.flops
         for kind, sizes in other.collectives.items():
@@ -211,7 +208,6 @@ def _count(counts: Counts, kind: str, made: int, given: list[int]) -> None:
         counts.collectives.setdefault(base, []).append(result)
         return
     counts.launches += 1
-    counts.scalars += max(made, *given, 0) <= 8
     counts.moved += made + sum(given)
 
 

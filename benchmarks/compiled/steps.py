@@ -16,17 +16,15 @@ import jax
 from jax.sharding import Mesh
 
 from benchmarks import _report
-from benchmarks._models import MODELS, Model, gpt, ppo
+from benchmarks._models import MODELS, Model, ppo
 from benchmarks._rows import NOTHING, OPTAX, ROWS, Maker, Step
 from benchmarks.compiled import _devices, _sharded
 from benchmarks.compiled._hlo import Counts, describe_collectives
 
 Record = dict[str, Any]
 PATH = _report.RESULTS / "steps-compiled.json"
-NAMES = {"cuda": ("H100", "8 H100s"), "tpu": ("TPU v5e", "16 TPU v5e chips"), "cpu": ("CPU",)}
+NAMES = {"cuda": "H100", "tpu": "TPU v5e", "cpu": "CPU"}
 PACKAGES = {"cuda": "jax-cuda12-plugin", "tpu": "libtpu", "cpu": "jaxlib"}
-# Models that are sharded over many devices.
-ON_MANY = {"GPT 1.1B in scan": lambda: gpt(20, 2048, 51200, 32, 1024, scan=True)}
 # The largest ratio to Optax's value, and the largest difference beyond it.
 GOALS = {
     "bytes, N": (1.01, 0.0),
@@ -73,24 +71,23 @@ def _columns_of(counts: Counts, size: int) -> Record:
     return {
         "bytes, N": round(counts.moved / size, 3),
         "launches": counts.launches,
-        "of scalars": counts.scalars,
     }
 
 
 def chosen(platform: str, only: list[str]) -> Iterator[tuple[str, str, str, Maker]]:
     """Device, title of the model, name of the step, and what makes it."""
-    for device, models in zip(NAMES[platform], (MODELS, ON_MANY), strict=False):
-        for title in models:
-            fits = {
-                name: row
-                for name, row in ROWS.items()
-                if all(_matches((device, title, name), part) for part in only)
-            }
-            counterparts = {row.theirs for row in fits.values()} | {NOTHING}
-            for name in (name for name in OPTAX if fits and name in counterparts):
-                yield device, title, f"optax {name}", OPTAX[name]
-            for name, row in fits.items():
-                yield device, title, f"gcx {name}", row.ours
+    device = NAMES[platform]
+    for title in MODELS:
+        fits = {
+            name: row
+            for name, row in ROWS.items()
+            if all(_matches((device, title, name), part) for part in only)
+        }
+        counterparts = {row.theirs for row in fits.values()} | {NOTHING}
+        for name in (name for name in OPTAX if fits and name in counterparts):
+            yield device, title, f"optax {name}", OPTAX[name]
+        for name, row in fits.items():
+            yield device, title, f"gcx {name}", row.ours
 
 
 def _matches(words: tuple[str, ...], only: str) -> bool:
@@ -122,9 +119,8 @@ def main() -> None:
         print(f"{key}{', known' if known else ''}", flush=True)
         if known:
             continue
-        model = (MODELS | ON_MANY)[title]()
-        mesh = _sharded.mesh(platform) if title in ON_MANY else None
-        found = measure(maker(model), model, platform, mesh)
+        model = MODELS[title]()
+        found = measure(maker(model), model, platform)
         print(f"  {json.dumps(found)}", flush=True)
         records[key] = {"about": about, **found}
         options.results.write_text(json.dumps(records, indent=1) + "\n")
@@ -143,8 +139,8 @@ def all_records() -> Record:
 def write_tables(records: Record) -> None:
     """Generate the tables of all devices."""
     sections: list[str] = []
-    for device in (name for names in NAMES.values() for name in names):
-        for title in (*MODELS, *ON_MANY):
+    for device in NAMES.values():
+        for title in MODELS:
             rows = list(_rows(records, f"{device}: {title}"))
             if rows:
                 sections.append(f"**{title}, {device}**\n\n{_report.table(rows)}")
@@ -174,8 +170,6 @@ def _rows(records: Record, prefix: str) -> Iterator[Record]:
                 columns |= {goal: cell(goal, ours[goal], theirs[goal], model) for goal in GOALS}
                 for title, column in BESIDE_NOTHING.items() if alone else ():
                     columns[title] = f"{ours[column] / nothing[column]:.3f}"
-                if theirs["collectives"] != "none":
-                    columns["collectives"] = f"{ours['collectives']} / {theirs['collectives']}"
                 yield columns
 
 

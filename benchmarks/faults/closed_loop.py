@@ -32,7 +32,8 @@ import gradclip_jax as gcx
 from benchmarks import _report
 from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
-from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.monitoring._lines import lines_with
+from gradclip_jax.monitoring._log import read_columns
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
 BATCHES, HELD_OUT = 1000, 64
@@ -364,9 +365,10 @@ def ending(job, clean):
 
 def events(job):
     """Return the incidents, the decisions with the batches that they leave out, and the actions."""
-    lines = read_lines(job.log)  # without lines that were cut off by a kill
-    decisions = [(x["action"], x["batch_ids"]) for x in lines if "action" in x]
-    incidents = {(x["step"], *x["kinds"]) for x in lines if "kinds" in x}
+    columns = read_columns(job.log)  # without lines that were cut off by a kill
+    decisions = lines_with(columns, ["action", "batch_ids"]).values()
+    decisions = [(x["action"], x["batch_ids"]) for x in decisions]
+    incidents = {(x["step"], *x["kinds"]) for x in lines_with(columns, ["step", "kinds"]).values()}
     return incidents, decisions, [action for action, _ in decisions]
 
 
@@ -427,25 +429,31 @@ class Results:
         return {title: rows, "Runs that failed": self.failed, "Kills": kills}
 
 
+def run_model(results, number, numbered_faults):
+    """Train a model without a fault, then with each fault, and kill every fourth run."""
+    lab = Lab(MODELS[number])
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(lab, Fault("none"), 0, pathlib.Path(folder, "clean"))
+        clean = float(lab.evaluate(job.last))
+        print(f"{lab.name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
+        for i, fault in numbered_faults:
+            seed = 1000 * number + i
+            job = Job(lab, fault, seed, pathlib.Path(folder, f"{i}"))
+            results.add(job, clean)
+            if i % 4 == 0:
+                chosen = np.random.default_rng(seed).choice(job.points, 2, replace=False)
+                kills = {*(1 + chosen).tolist()}
+                killed = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
+                results.add_killed(job, killed, clean)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="one model, 8 faults; print only")
     options = parser.parse_args()
-    results, rng = Results(), np.random.default_rng(0)
-    for number, make in enumerate(MODELS[: 1 if options.small else None]):
-        lab = Lab(make)
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(lab, Fault("none"), 0, pathlib.Path(folder, "clean"))
-            clean = float(lab.evaluate(job.last))
-            print(f"{lab.name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
-            for i, fault in itertools.islice(enumerate(faults()), 0, None, 1 + 4 * options.small):
-                seed = 1000 * number + i
-                job = Job(lab, fault, seed, pathlib.Path(folder, f"{i}"))
-                results.add(job, clean)
-                if i % 4 == 0:
-                    kills = {*(1 + rng.choice(job.points, 2, replace=False)).tolist()}
-                    killed = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
-                    results.add_killed(job, killed, clean)
+    results, step = Results(), 5 if options.small else 1
+    for number in range(1 if options.small else len(MODELS)):
+        run_model(results, number, itertools.islice(enumerate(faults()), 0, None, step))
     tables = results.tables()
     for title, rows in tables.items():
         print(f"\n**{title}**\n\n{_report.table(rows) if rows else 'none'}")

@@ -2,9 +2,10 @@
 
     python -m benchmarks.faults.constants FOLDER
 
-The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled.
-"Actions" are logs with an obvious onset that lead to an action,
-with `rewind_on_rise` and without it; "for nothing" are healthy logs, and logs of PPO without it.
+The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
+and ratios are replaced by their root and their square; a cell with one number has it for both.
+"Actions" are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without
+it; "for nothing" are healthy logs that do so with it, and logs of PPO that do so without it.
 """
 
 import argparse
@@ -14,14 +15,14 @@ import pathlib
 import numpy as np
 
 from benchmarks._report import table
-from benchmarks.faults.logs import HERE, count, detect, first_action, read
+from benchmarks.faults.logs import HERE, count, first_action, numbered_rows, read
 from gradclip_jax.monitoring import _detect, _outliers, _policy
+from gradclip_jax.monitoring._detect import Detector
 
-DETECTOR = (
+CONSTANTS = (
     *("WINDOW", "PERIOD", "BLOCK", "UNLEARNED", "WIDTH tree", "WIDTH other", "TAIL tree"),
-    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss"),
+    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
 )
-POLICY = ("BAD_ROWS",)
 """The other constants of the policy change nothing in these logs, which do not have the factors of
 clips either; the tests show what they are for."""
 
@@ -45,16 +46,16 @@ def scale(constant, factor):
 def measure(logs, incidents):
     """Count what the incidents of all logs find, and the logs that lead to an action."""
     total, actions, healthy = np.zeros((4, 2), int), np.zeros(2, int), 0
-    for (entry, steps, _, rows), found in zip(logs, incidents, strict=True):
+    for (entry, steps, rows, _), found in zip(logs, incidents, strict=True):
         own = count(np.array([x.step for x in found], int), steps, entry)
         total += own
         acts = [first_action(rows, found, rewind_on_rise=x)[0] != "none" for x in (True, False)]
         actions += np.array(acts) * (own[1, 1] > 0)
         healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
-    keys = "obvious incidents", "obvious onsets", "within 12 rows"
-    cells = {key: f"{a} of {b}" for key, (a, b) in zip(keys, total[:3], strict=True)}
+    keys = "obvious incidents", "onsets", "within 12 rows"
+    cells = {f"{key} of {b}": a for key, (a, b) in zip(keys, total[:3], strict=True)}
     cells |= {"false events": total[3, 0], "actions": "{}, {}".format(*actions)}
-    return cells | {"for nothing": healthy}, total[3, 1]
+    return cells | {"for nothing": healthy}
 
 
 def main():
@@ -62,26 +63,28 @@ def main():
     parser.add_argument("folder", type=pathlib.Path)
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
-    labels, logs, usual = json.loads((HERE / "labels.json").read_text()), [], []
+    labels, logs = json.loads((HERE / "labels.json").read_text()), []
     for name, entry in sorted(labels.items()):
         lines = read(args.folder, name, sources[name])
         if lines:
-            rows, _, found = detect(lines)
-            logs.append((entry, np.array([x["step"] for x in lines]), lines, rows))
-            usual.append(found)
-    cells, healthy = measure(logs, usual)
-    results = [{"constant": "none", "changed to": ""} | cells]
-    print(healthy, "healthy rows;", results[0], flush=True)
-    for constant in (*DETECTOR, *POLICY):
+            logs.append((entry, np.array([x["step"] for x in lines]), *numbered_rows(lines)))
+
+    def measured():
+        return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
+
+    results = [{"constant": "none", "changed to": ""} | measured()]
+    for constant in CONSTANTS:
+        both = []
         for factor in (0.5, 2):
             undo, new = scale(constant, factor)
-            found = usual if constant in POLICY else [detect(x[2])[2] for x in logs]
-            cells = measure(logs, found)[0]
+            both.append({"changed to": f"{new:.3g}"} | measured())
             for change in undo:
                 setattr(*change)
-            row = {"constant": f"`{constant}`", "changed to": f"{new:.3g}"}
-            results.append(row | cells)
-            print(table(results[-1:]).splitlines()[-1], flush=True)
+        pairs = {key: dict.fromkeys(str(x[key]) for x in both) for key in both[0]}
+        name, *entry = constant.split()
+        row = {"constant": ", ".join([f"`{name}`", *entry])}
+        results.append(row | {key: "; ".join(x) for key, x in pairs.items()})
+        print(*results[-1].values(), sep=" | ", flush=True)
     print(table(results))
 
 

@@ -22,6 +22,7 @@ In the replay, the policy reads every 25 rows, and there is a checkpoint every 1
 
 import argparse
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -32,7 +33,7 @@ import numpy as np
 from benchmarks._report import table
 from gradclip_jax.monitoring._detect import Detector
 from gradclip_jax.monitoring._lines import to_rows
-from gradclip_jax.monitoring._log import read_lines
+from gradclip_jax.monitoring._log import parse_file, read_columns
 from gradclip_jax.monitoring._policy import Policy
 
 TOLERANCE, GAP, SOON, EVERY, SAVE_EVERY = 2, 8, 12, 25, 100
@@ -97,11 +98,11 @@ def alarms(rule, columns):
     return np.flatnonzero(found)
 
 
-def detect(lines):
-    """The rows, names and incidents of a log."""
+def numbered_rows(lines):
+    """The rows of a log and their names, with the number of the row as its step."""
     # Some logs have the rows of a restart appended, with the same steps.
-    rows, names, _ = to_rows(read_lines([x | {"step": i} for i, x in enumerate(lines)]))
-    return rows, names, Detector(names).update(rows)
+    rows, names, _ = to_rows(read_columns([x | {"step": i} for i, x in enumerate(lines)]))
+    return rows, names
 
 
 def first_action(rows, incidents, **options):
@@ -165,9 +166,12 @@ def fetch(name, source, path, server):
     if "pattern" in source:  # for logs of text
         lines = [x.groupdict() for x in re.finditer(source["pattern"], original.read_text())]
     else:
-        lines = [{k: v for k, v in x.items() if v != ""} for x in read_lines(original)]
+        parsed = list(parse_file(original))
+        items = read_columns(parsed).items()
+        lines = [{k: v[i] for k, v in items if v.get(i, "") != ""} for i in range(len(parsed))]
         # AlgoPerf leaves NaN empty; rows with other values are those of an evaluation.
-        lines = [dict.fromkeys(KEYS, "nan") | x for x in lines if "loss" in x or len(x) == 1]
+        has_loss = ("loss" in x or len(y) == 1 for x, y in zip(lines, parsed, strict=True))
+        lines = [dict.fromkeys(KEYS, "nan") | x for x in itertools.compress(lines, has_loss)]
     first = source.get("first_row", 1) - 1
     rows = lines[first : first + source["rows"]]
     if "first_step" in source:  # for logs without steps, or with other ones than the labels
@@ -216,7 +220,8 @@ def main():
             np.array([x.get(k) if x.get(k) is not None else np.nan for x in lines], float)
             for k in ("loss", "grad_norm")
         ]
-        rows, _, incidents = detect(lines)
+        rows, names = numbered_rows(lines)
+        incidents = Detector(names).update(rows)
         found = np.array([x.step for x in incidents], int)
         totals["gradclip_jax"] += (own := count(found, steps, entry))
         for rule, of_values in RULES.items():

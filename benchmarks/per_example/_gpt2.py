@@ -70,14 +70,3 @@ def ordinary(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
 
 def ours(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
     return gcx.per_example.value_and_grad(loss, 1.0)(params, batch)[1]
-
-
-def materialized(params: Tree, batch: jax.Array, loss: Any = loss) -> Tree:
-    """The result of `per_example.value_and_grad`, from the materialized gradient of every text."""
-    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
-    squares = [jnp.sum(jnp.square(g), range(1, g.ndim)) for g in jax.tree.leaves(grads)]
-    factors = jnp.minimum(1, jax.lax.rsqrt(sum(squares)))
-    return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1) / len(factors), grads)
-
-
-PROGRAMS = {"ordinary": ordinary, "ours": ours, "materialized": materialized}

@@ -56,7 +56,6 @@ def programs() -> dict[str, Any]:
     found: dict[str, Any] = {
         "ordinary gradient, JAX": _gpt2.ordinary,
         "per_example.value_and_grad": _gpt2.ours,
-        "materialized gradients": _gpt2.materialized,
         "optax.contrib.differentially_private_aggregate": aggregated,
     }
     if importlib.util.find_spec("jax_privacy"):

@@ -221,6 +221,15 @@ def check_flag(argument: str, value: object) -> None:
 # Functions and transformations
 
 
+def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
+    """Call a schedule of a user, and raise if it does not return a real scalar."""
+    value = call_user(argument, "schedule", schedule, step)
+    if not is_scalar(value, jnp.floating, jnp.integer):
+        rule, hint = "a schedule that returns a real scalar", "Return one number per step."
+        raise type_error(argument, rule, describe(value), hint)
+    return value
+
+
 def check_callable(argument: str, value: object, hint: str) -> None:
     """Raise if a value is not a function, or is a factory of this package that was not called."""
     if is_factory(value):

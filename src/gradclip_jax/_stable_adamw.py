@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import call_user, check_arrays, check_decay, check_number, check_params, check_state
+from ._checks import (
+    call_schedule,
+    check_arrays,
+    check_decay,
+    check_number,
+    check_params,
+    check_state,
+)
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
@@ -110,7 +117,7 @@ def stable_adamw(
         count = increment_where(state.step_count)
         rate: Any = learning_rate
         if callable(rate):
-            rate = call_user("learning_rate", "schedule", rate, state.step_count)
+            rate = call_schedule("learning_rate", rate, state.step_count)
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, mu: Array, nu: Array, param: Array) -> _LeafStep:

@@ -101,6 +101,8 @@ MISTAKES = {
     "vector of a rule": (clipped_to(update=lambda n, s, p: (jnp.ones(5), s)), "`max_norm`.*[Rr]ule"),
     "string of a rule": (clipped_to(update=lambda n, s, p: ("1", s)), "`max_norm`.*[Rr]ule"),
     "state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, (s, s))), "`max_norm`.*[Rr]ule"),
+    "shape of the state of a rule": (clipped_to(init=lambda n: n, update=lambda n, s, p: (n, jnp.ones(3))), "`max_norm`.*init"),
+    "schedule uncalled": (lambda: step(gcx.stable_adamw(optax.constant_schedule)), "`learning_rate`"),
     "negative norms": (lambda: gcx.combine_norms([-3.0, 4.0]), "`norms"),
     "negative array of norms": (lambda: gcx.combine_norms(jnp.array([-3.0, 4.0]), ord=1), "`norms"),
     "negative norm": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm=-1.0), "`norm`"),

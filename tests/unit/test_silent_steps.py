@@ -115,6 +115,15 @@ def test_the_argument_grad_is_the_gradient_of_the_window_or_raises():
         np.testing.assert_allclose(received[-1]["grad"]["w"], [2.0, 2.0])
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: accumulate(tx, 1)])
+def test_the_argument_grad_is_unscaled_like_the_gradient(wrap):
+    inner, received = recorder()
+    tx = gcx.dynamic_loss_scale(wrap(inner), init_scale=8.0)
+    with jax.disable_jit():
+        run(tx, [(ONES, {"grad": ONES})])
+    np.testing.assert_allclose(received[-1]["grad"]["w"], ONES["w"] / 8)
+
+
 def test_reduction_sum_sums_the_value_of_micro_batches():
     def loss(w, x):
         return w * jnp.sum(x)

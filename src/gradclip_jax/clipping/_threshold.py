@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
-    call_user,
+    call_schedule,
     check_callable,
     check_dtype_kept,
     check_flag,
@@ -24,7 +24,6 @@ from .._checks import (
     check_values,
     describe,
     dtype_of,
-    is_scalar,
     shapes_of,
     shortened,
 )
@@ -99,10 +98,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        value = call_user(argument, "schedule", schedule, count)
-        if not is_scalar(value, jnp.floating, jnp.integer):
-            rule, hint = "a schedule that returns a real scalar", "Return one number per step."
-            raise type_error(argument, rule, describe(value), hint)
+        value = call_schedule(argument, schedule, count)
         is_array = isinstance(value, jax.Array)
         hint = "Return a positive number, or inf for no threshold."
         value = value if is_array else check_number(argument, value, hint, "[-inf, inf]")
@@ -183,9 +179,10 @@ def apply_rule(
 
     def select(new: Array, old: Array) -> Array:
         check_dtype_kept(argument, new, old)
-        # Raises if a rule returns an array larger than the old one.
-        new = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
-        return jnp.where(is_updated, new, old)
+        if np.shape(new) not in ((), old.shape):
+            hint = "Return a state like that of `init`."
+            raise type_error(argument, "a rule whose state keeps its shapes", describe(new), hint)
+        return jnp.where(is_updated, jnp.asarray(new).astype(old.dtype), old)
 
     return threshold, {rule.name: jax.tree.map(select, new_state, old_state)}
 

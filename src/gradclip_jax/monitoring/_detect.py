@@ -14,6 +14,7 @@
 | `zero` | a gradient norm is 0: of the tree in one row, of a unit in a streak |
 | `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
 | `risen` | the loss has risen for good, or the run does not learn |
+| `flat` | beside `risen`: the run does not learn, and its loss has hardly changed |
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
 | `clip` | a factor of a clip is 0 or below STARVING in a streak |
 | `replica`, `window` | flags that `watch` has set in the row |
@@ -52,6 +53,10 @@ UNLEARNED = 5 * BLOCK
 """A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are
 above the first BLOCK ones. Noise with a correlation of 0.9 from row to row does this in 1 of 100
 runs."""
+
+FLAT = 1.1
+"""A run that does not learn is flat if its losses differ by less than this factor. A value loss of
+reinforcement learning is not: its first values are arbitrary, and it is as noisy as the return."""
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """The flags of rows that are incidents even if no number in them is unusual."""
@@ -92,11 +97,13 @@ class LossRise(NamedTuple):
         text: Which losses have risen, and what they were compared with.
         threshold: The loss above which the rise continues.
         has_exploded: Whether the loss fell at first, and is now far above its recent values.
+        is_flat: Whether the loss has hardly changed since the start, unlike a value loss.
     """
 
     text: str
     threshold: float
     has_exploded: bool = False
+    is_flat: bool = False
 
 
 class Losses:
@@ -152,8 +159,9 @@ class Losses:
         highest, rest = self.start[:BLOCK].max(initial=0), self.start[2 * BLOCK :]
         if not is_complete or rest.min() <= highest:
             return {}
-        text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first "
-        return {last: LossRise(f"{text}{BLOCK}, {highest:.3g}", float(highest))}
+        text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first {BLOCK}"
+        is_flat = bool(self.start.max() < FLAT * self.start.min())
+        return {last: LossRise(f"{text}, {highest:.3g}", float(highest), is_flat=is_flat)}
 
 
 class Fault(NamedTuple):
@@ -241,6 +249,8 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
         yield Fault("loss", x.describe("loss", float(row.loss), LOSS))
     if x.loss_rise:
         yield Fault("risen", x.loss_rise.text)
+        if x.loss_rise.is_flat:
+            yield Fault("flat", f"all losses are within a factor of {FLAT}")
     if x.tap_rises.any():
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")

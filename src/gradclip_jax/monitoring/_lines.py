@@ -1,7 +1,6 @@
-"""Convert rows and incidents to the lines of a log, and back; see docs/rows.md.
+"""Convert rows to the lines of a log, and the columns of a log to rows; see docs/rows.md.
 
-A line is a dictionary. Lines of other trainers are converted by `_log` first, so that they have
-the same keys.
+A line is a dictionary. `_log` renames the keys of other trainers to the keys of a `Monitor`.
 
 | line with the keys | meaning |
 | --- | --- |
@@ -12,11 +11,12 @@ the same keys.
 """
 
 import bisect
+import contextlib
 import functools
+import itertools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,17 @@ import numpy as np
 
 from .._types import HostArray
 from ._detect import Incident
-from ._rows import MEASURED, MEASURES, Line, Names, Outcome, Rows
+from ._policy import DECISION
+from ._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
 
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`, and their flags."""
 
-_ROW = {"loss", "gradient_norm", "outcome", "rewind_to"}
+_ROW = "loss", "gradient_norm", "outcome", "rewind_to"
 """A line with one of these keys is a row, or marks a rewind."""
+
+KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *DECISION}
+"""The keys of a line, except those of a unit and of one of several clips."""
 
 _MAX_STEP = 2.0**53
 
@@ -51,54 +55,48 @@ def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, 
     ]
 
 
-def to_rows(lines: Iterable[Line], names: Names | None = None) -> tuple[Rows, Names, str]:
-    """Convert lines to rows without taps, with the units of `names`, or with all if it is None.
+def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, str]:
+    """Convert columns to rows without taps, with the units of `names`, or with all if it is None.
 
     Returns:
         The rows, their names, and a sentence about the lines that are not in the rows, or "".
     """
-    table, remark = _join_steps(lines)
-    # The rows in which a key occurs, and its values there.
-    places, values = defaultdict[str, list[int]](list), defaultdict[str, list[Any]](list)
-    for i, line in enumerate(table.values()):
-        for key, value in line.items():
-            places[key].append(i)
-            values[key].append(value)
-    clips = tuple(key for key in places if key.startswith("clip_factor"))
-    names = names._replace(clips=clips) if names else Names(_units(places), clips)
-    rows = Rows.zeros(len(table), names)
-    rows.step[:], rows.factors[:] = list(table), 1  # a clip that is not in a line has not clipped
+    steps, row_of, remark = _join_steps(columns)
+    clips = tuple(key for key in columns if key.startswith("clip_factor") and columns[key])
+    names = names._replace(clips=clips) if names else Names(units_in(columns), clips)
+    rows = Rows.zeros(len(steps), names)
+    rows.step[:], rows.factors[:] = steps, 1  # a clip that is not in a line has not clipped
     rows.outcome[:] = int(Outcome.APPLIED)
     bits_of = functools.cache(_outcome_bits)
-    rows.outcome[places["outcome"]] = [bits_of(str(text)) for text in values["outcome"]]
-    for key, column, flags in _columns(rows, names):
-        if key in places and key != "step":
-            numbers = values[key]
-            if {*map(type, numbers)} != {float}:
-                numbers = list(map(_number, numbers))
-            is_known = np.array([x is not None for x in numbers])
-            at = np.array(places[key])[is_known]
-            column[at] = [x for x in numbers if x is not None]
-            rows.outcome[at] |= int(flags)
+    bits = {line: bits_of(str(text)) for line, text in columns.get("outcome", {}).items()}
+    columns = columns | {"outcome": bits, "step": {}}  # the steps are already in the rows
+    for key, target, flags in [("outcome", rows.outcome, Outcome(0)), *_columns(rows, names)]:
+        column = columns.get(key, {})
+        numbers, at = _numbers(column.values()), row_of[[*column]]
+        is_used = np.array([x is not None for x in numbers], bool) & (at >= 0)
+        at = at[is_used]
+        target[at] = [*itertools.compress(numbers, is_used)]
+        rows.outcome[at] |= int(flags)
     return rows, names, remark
 
 
-def to_incidents(lines: Iterable[Line]) -> list[Incident]:
+def lines_with(columns: Columns, keys: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Return the values of some keys in each line that has all of these keys, by its index."""
+    found = [columns.get(key, {}) for key in keys]
+    lines = sorted(i for i in min(found, key=len) if all(i in column for column in found))
+    return {i: {key: columns[key][i] for key in keys} for i in lines}
+
+
+def to_incidents(columns: Columns) -> list[Incident]:
     """Return the incidents in a log; lines without all of their fields are ignored."""
-    fields = Incident._fields
-    found = (Incident(*(x[key] for key in fields)) for x in lines if x.keys() >= {*fields})
+    found = (Incident(**x) for x in lines_with(columns, Incident._fields).values())
     return [x._replace(kinds=tuple(x.kinds), loss_threshold=float(x.loss_threshold)) for x in found]
 
 
-def units_in(lines: Iterable[Line]) -> set[str]:
+def units_in(columns: Columns) -> tuple[str, ...]:
     """Return the names of the units whose gradient norms are in a log."""
-    return {*_units({key: None for line in lines for key in line})}
-
-
-def _units(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the units whose gradient norms have these keys."""
     start = "gradient_norm/"
-    return tuple(key.removeprefix(start) for key in keys if key.startswith(start))
+    return tuple(key.removeprefix(start) for key in columns if key.startswith(start))
 
 
 def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:
@@ -123,6 +121,14 @@ def _outcome_bits(text: str) -> int:
     return sum(flags) if flags or not text else int(Outcome.APPLIED)
 
 
+def _numbers(values: Collection[Any]) -> list[float | None]:
+    """Convert values in a log to numbers; None for values that are not numbers."""
+    if {*map(type, values)} <= {int, float, str}:
+        with contextlib.suppress(OverflowError, ValueError):
+            return list(map(float, values))
+    return list(map(_number, values))
+
+
 def _number(value: Any) -> float | None:
     """Convert a value in a log to a number; return None if it is not a number."""
     if value is None or isinstance(value, bool):
@@ -139,47 +145,64 @@ def _number(value: Any) -> float | None:
         return float(value.replace(",", "")) if is_text else None
 
 
-def _join_steps(lines: Iterable[Line]) -> tuple[dict[int, Line], str]:
-    """Return the line of each step, in order, and a remark on lines that are not included.
+def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
+    """Return all steps, the index of the row of each line, and a remark on lines without a row.
+
+    The steps increase. The index of a line that is not in a row is -1.
 
     | line | effect |
     | --- | --- |
-    | without a loss, a norm and an outcome | it is not a row |
+    | without a loss, a norm and an outcome | it is not in a row |
     | without a step | it has the next step |
-    | the step of an earlier line, without its numbers | both lines become one |
+    | the step of an earlier line, without its numbers | both lines become one row |
     | the step of the last line, with the same numbers | it replaces the last line |
     | an earlier step, with the same numbers or more than `_LATE` rows back | the run was resumed: \
       it replaces all rows from this step on |
     | an earlier step that is new, at most `_LATE` rows back | it is late, and is sorted in |
     """
-    table, steps, last = dict[int, Line](), list[int](), -1  # `steps` are the keys, sorted
+    size = 1 + max((max(column, default=-1) for column in columns.values()), default=-1)
+    keys = np.zeros(size, int)  # the keys of `_ROW` in each line, as bits
+    for i, key in enumerate(_ROW):
+        keys[[*columns.get(key, ())]] |= 1 << i
+    lines, rows = np.flatnonzero(keys), np.full(size, -1)
+    values = [*map(columns.get("step", {}).get, lines.tolist())]
+    numbers = _numbers(values)
+    known = np.array(numbers, float)  # NaN instead of None
+    has_numbers = np.all(abs(known) < _MAX_STEP)
+    if has_numbers and not columns.get("rewind_to") and np.all(np.diff(np.trunc(known)) > 0):
+        rows[lines] = np.arange(len(lines))  # most logs
+        return known.astype(int).tolist(), rows, ""
+    keys = keys.tolist()
+    # The first line of each step, the steps in increasing order, and the first line of each row.
+    table, steps, first_lines, last = dict[int, int](), list[int](), list(range(size)), -1
     num_lines = num_replaced = num_resumed = num_unknown = 0
-    for line in lines:
-        if _ROW.isdisjoint(line):
-            continue
-        number = last + 1 if line.get("step") in (None, "") else _number(line["step"])
+    for line, value, number in zip(lines.tolist(), values, numbers, strict=True):
+        number = last + 1 if value in (None, "") else number
         if number is None or not abs(number) < _MAX_STEP:
             num_unknown += 1
             continue
-        step, is_rewind = int(number), "rewind_to" in line
-        earlier, place = table.get(step), bisect.bisect_left(steps, step)
-        is_repeated = earlier is not None and not _ROW.isdisjoint(earlier.keys() & line.keys())
-        is_far = earlier is None and len(steps) - place > _LATE
+        step, is_rewind = int(number), line in columns.get("rewind_to", ())
+        first, place = table.get(step), bisect.bisect_left(steps, step)
+        is_repeated = first is not None and bool(keys[first] & keys[line])
+        is_far = first is None and len(steps) - place > _LATE
         if is_rewind or is_far or (is_repeated and step < last):
             for replaced in steps[place:]:
                 del table[replaced]
             num_resumed, num_replaced = num_resumed + 1, num_replaced + len(steps) - place
             del steps[place:]
-            earlier = None
+            first = None
         else:
             num_replaced += is_repeated
         if is_rewind:
             last = step - 1
             continue
-        if earlier is None:
+        if first is None:
             steps.insert(place, step)
-        table[step] = {**earlier, **line} if earlier else line
+            table[step] = line
+        else:
+            first_lines[line], keys[first] = first, keys[first] | keys[line]
         last, num_lines = step, num_lines + 1
+    rows[[table[step] for step in steps]] = np.arange(len(steps))
     remarks = list[str]()
     if num_replaced:
         remarks.append(f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows")
@@ -187,4 +210,4 @@ def _join_steps(lines: Iterable[Line]) -> tuple[dict[int, Line], str]:
         remarks.append(f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}")
     if num_unknown:
         remarks.append(f"rows without a number as their step, which are left out: {num_unknown:,}")
-    return {step: table[step] for step in steps}, "; ".join(remarks)
+    return steps, rows[first_lines], "; ".join(remarks)

@@ -1,12 +1,11 @@
 """Read the logs of any trainer, and append lines to a log.
 
-A log is a list of lines, which are dictionaries. `read_lines` parses a file of any format into
-dictionaries, and renames their keys to the keys of a `Monitor`.
+A log is a sequence of lines, which are dictionaries. `read_columns` parses a file of any format,
+collects the values of each key, and renames the keys to those of a `Monitor`.
 """
 
 import csv
 import functools
-import io
 import json
 import math
 import os
@@ -14,10 +13,11 @@ import pathlib
 import re
 import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from .._errors import type_error, value_error
-from ._rows import MEASURES, Line
+from ._lines import KEYS
+from ._rows import MEASURES, Columns, Line
 
 LogSource: TypeAlias = Sequence[Line] | str | os.PathLike[str]
 """The lines of a log as dictionaries, or the path of a file."""
@@ -44,21 +44,42 @@ _NAME_CHARACTERS = string.ascii_lowercase + string.digits + "_-/"
 _VALIDATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation|test|dev)\W*$")
 """The word before the name of a loss that is not the loss of training."""
 
+_PART = 2**18
+"""Number of characters of the JSON lines that are parsed together."""
+
 _UNIT = re.compile(rf"(?:^|/)(?:{'|'.join(MEASURES)}|clip_factor)/")
 """The start of the key of a leaf or a layer, which may itself have a name such as `norm`."""
 
 
-def read_lines(log: LogSource, *, prefix: str | None = None) -> list[dict[str, Any]]:
-    """Return the lines of a log as dictionaries with the keys of a `Monitor`; see `read_log`."""
-    lines = _parse_file(pathlib.Path(log)) if isinstance(log, (str, os.PathLike)) else log
+def read_columns(log: LogSource, *, prefix: str | None = None) -> Columns:
+    """Return the columns of a log with the keys of a `Monitor`; see `read_log`.
+
+    The columns of other keys are empty, because a long log with all of its values may not fit in
+    memory.
+    """
+    columns = Columns()
+
+    @functools.cache  # many lines have the same keys
+    def columns_of(keys: tuple[str, ...]) -> list[tuple[str, dict[int, Any]]]:
+        columns.update({key: {} for key in keys if key not in columns})
+        return [(key, columns[key]) for key in keys if _is_read(key)]
+
+    for i, line in enumerate(_lines_of(log)):
+        for key, column in columns_of(tuple(line)):
+            column[i] = line[key]
+    return _rename(columns, prefix)
+
+
+def _lines_of(log: LogSource) -> Iterable[Line]:
+    """Return the lines of a log, or of a file; raise if `log` is neither."""
+    if isinstance(log, (str, os.PathLike)):
+        return parse_file(pathlib.Path(log))
     # The check for `dict` is fast, and enough for most lines.
-    if not isinstance(lines, Sequence) or not all(
-        isinstance(line, (dict, Mapping)) for line in lines
-    ):
-        rule = "the path of a file, or a sequence of dictionaries"
-        hint = "For a table of pandas, pass `table.to_dict('records')`."
-        raise type_error("log", rule, type(log).__name__, hint)
-    return _rename_keys([*lines], prefix)
+    if isinstance(log, Sequence) and all(isinstance(line, (dict, Mapping)) for line in log):
+        return log
+    rule = "the path of a file, or a sequence of dictionaries"
+    hint = "For a table of pandas, pass `table.to_dict('records')`."
+    raise type_error("log", rule, type(log).__name__, hint)
 
 
 def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:
@@ -87,29 +108,32 @@ def to_json(line: Line) -> dict[str, Any]:
 # File formats
 
 
-def _parse_file(path: pathlib.Path) -> list[Line]:
-    """Parse a CSV file, a JSON document, JSON lines, or lines of text."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+def parse_file(path: pathlib.Path) -> Iterator[Line]:
+    """Yield the lines of a CSV file, a JSON document, JSON lines, or a text."""
     is_csv = path.suffix in (".csv", ".tsv")
-    try:
-        if is_csv:
-            return list(_csv_lines(text, path))
-        return _document_lines(json.loads(text))
-    except (csv.Error, RecursionError, ValueError) as error:
-        if is_csv or '"log_history"' in text:  # not several JSON values, or text
-            rule, got = "a file that can be parsed", repr(str(path))
-            raise value_error("log", rule, got, f"The parser says: {error}.") from error
-    try:  # JSON lines
-        return _document_lines(json.loads(f"[{text.strip().replace(chr(10), ',')}]"))
-    except (RecursionError, ValueError):
+    newline = "" if is_csv else None
+    with path.open(encoding="utf-8-sig", errors="replace", newline=newline) as file:
+        text = "" if is_csv else file.read()
+        try:
+            yield from _csv_lines(file, path) if is_csv else _document_lines(json.loads(text))
+            return
+        except (csv.Error, RecursionError, ValueError) as error:
+            if is_csv or '"log_history"' in text:  # not several JSON values, or text
+                rule, got = "a file that can be parsed", repr(str(path))
+                raise value_error("log", rule, got, f"The parser says: {error}.") from error
+        del text
+        file.seek(0)
         # JSON strings may contain U+2028, so `splitlines` would be wrong.
-        return [line for x in text.split("\n") if (line := _parse_line(x))]
+        while lines := file.readlines(_PART):
+            try:  # JSON lines, which are parsed faster together
+                yield from _document_lines(json.loads(f"[{','.join(lines)}]"))
+            except (RecursionError, ValueError):
+                yield from map(_parse_line, lines)
 
 
-def _csv_lines(text: str, path: pathlib.Path) -> Iterator[Line]:
+def _csv_lines(file: TextIO, path: pathlib.Path) -> Iterator[Line]:
     """Yield the rows of a CSV file, without empty cells."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
-    file = io.StringIO(text, newline="")
     header, names = list[str](), set[str]()
     for row in csv.reader(file, delimiter=delimiter, skipinitialspace=True):
         # A trainer that resumes may write the header again, even with other columns.
@@ -166,24 +190,22 @@ def _known_name(word: str, name: str) -> str:
 # Names of columns
 
 
-def _rename_keys(lines: list[Any], prefix: str | None) -> list[dict[str, Any]]:
-    """Replace the names of step, loss and gradient norm, and remove the prefix from other keys.
+def _rename(columns: Columns, prefix: str | None) -> Columns:
+    """Replace the names of step, loss and gradient norm, and remove the prefix from other keys."""
+    names, renamed = _new_names(columns, prefix), Columns()
+    # Of several keys of a line with the same new name, the one with the lowest rank is used.
+    for key in sorted(columns, key=lambda key: names[key][1], reverse=True):
+        name, column = names[key][0], columns[key]
+        if renamed.get(name):
+            column = dict(sorted({**renamed[name], **column}.items()))
+        renamed[name] = column
+    return renamed
 
-    The list is changed in place, so that a long log is in memory only once.
-    """
-    names = _new_names({key for line in lines for key in line}, prefix)
-    # Lines with the same keys are renamed in the same way.
-    pairs_of = dict[tuple[str, ...], list[tuple[str, str]]]()
-    for i, line in enumerate(lines):
-        keys = tuple(line)
-        if keys not in pairs_of:
-            # Of several keys with the same new name, the one with the lowest rank is used.
-            by_rank = sorted(keys, key=lambda key: names[key][1], reverse=True)
-            best = {names[key][0]: key for key in by_rank}
-            pairs = ((names[key][0], key) for key in keys)
-            pairs_of[keys] = [(name, key) for name, key in pairs if best[name] == key]
-        lines[i] = {name: line[key] for name, key in pairs_of[keys]}
-    return lines
+
+def _is_read(key: str) -> bool:
+    """Return whether a key may be one of a `Monitor`, after a prefix, or has one of `NAMES`."""
+    name = _split_key(key)[1]
+    return name in _KEYS or name in KEYS or bool(_UNIT.search(name))
 
 
 def _new_names(keys: Collection[str], prefix: str | None) -> dict[str, tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import os
@@ -18,10 +19,10 @@ from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
 from ..norms._mask import Mask
 from ._detect import Detector, Incident
-from ._lines import to_incidents, to_lines, to_rows, units_in
-from ._log import LogSource, append_lines, read_lines
+from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
+from ._log import LogSource, append_lines, read_columns
 from ._policy import DECISION, Policy, Report, agreed, check_same_log
-from ._rows import Line, Names, Outcome, Row, Rows, names_of, read_stack
+from ._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
 from ._summary import summary_of
 from ._watch import find_watch
 
@@ -45,7 +46,9 @@ class Monitor:
     | more than `history` steps since the last call | reads the last rows, and counts the others |
     | the state was restored from a checkpoint | continues from its step; marks replaced lines |
     | the file `log` exists | raises, or with `resume=True` continues the run in this file |
-    | the log cannot be written | raises; the next call reads and writes the same rows |
+    | the file `log` cannot be written | raises; the next call reads and writes the same rows |
+    | the function `log` raises | raises, although the rows count as read and are in `report`; the |
+    | | next call begins with the line for which the function raised |
     | the state of other parameters | raises |
     | several processes | all must call `read`, which waits for the others; process 0 writes the |
     | | log, and with `resume=True` all must be able to read it |
@@ -117,13 +120,15 @@ class Monitor:
             check_callable("policy", policy, "Pass a function of a report.")
         self._log, self._which = None if jax.process_index() else log, which
         names = names_of(params, granularity, trainable, taps)
-        lines = _read_own_log(log, names, resume)
-        rows, names, _ = to_rows(lines, names)
+        columns = _read_own_log(log, names, resume)
+        rows, names, _ = to_rows(columns, names)
         self._has_read, self._is_resumed, self._values = False, resume, None
+        self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
         self._remark = ""  # of `read_log`, about the lines that are not rows
-        events = (x for x in lines if "rewind_to" in x or x.keys() >= {*DECISION})
-        self._policy, self._user_policy = Policy(events, rewind_on_rise=rewind_on_rise), policy
-        self.incidents = to_incidents(lines)
+        events = lines_with(columns, ["rewind_to"]) | lines_with(columns, DECISION)
+        in_order = (event for _, event in sorted(events.items()))
+        self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
+        self.incidents = to_incidents(columns)
         self._start(rows.take(slice(-_KEPT, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
         self.report = self._policy.update(self.rows, self._recent, rows.end)
@@ -146,8 +151,10 @@ class Monitor:
             TypeError: If called inside jit, or if `state` contains no state of `watch`, or several.
             ValueError: If the state belongs to other parameters or to several runs, or if processes
                 have resumed different logs.
-            OSError: If the log cannot be written. The monitor is unchanged, so that the call can be
-                repeated.
+            OSError: If the file `log` cannot be written. The monitor is unchanged, so that the call
+                can be repeated.
+            Exception: If the function `log` raises. The rows count as read, because some of their
+                lines may have been logged; the report is in `report`.
         """
         try:
             row = state if isinstance(state, Row) else find_watch(state, self._which).rows
@@ -190,7 +197,13 @@ class Monitor:
                 lines.append(dict(zip(DECISION, self.report, strict=False)))
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
-            self._write(lines)
+            if self._log is not None and not callable(self._log):
+                append_lines(self._log, lines)
+        if callable(self._log):
+            self._unsent.extend(lines)
+            while self._unsent:
+                self._log(dict(self._unsent[0]))
+                self._unsent.popleft()
         return self.report
 
     def summary(self) -> str:
@@ -242,14 +255,6 @@ class Monitor:
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         return np.isin(rows.step, [*closed[first], *near])
-
-    def _write(self, lines: list[Line]) -> None:
-        """Write lines to the log, if there is one."""
-        if callable(self._log):
-            for line in lines:
-                self._log(dict(line))
-        elif self._log is not None:
-            append_lines(self._log, lines)
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Generator[None]:
@@ -328,18 +333,17 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     if not isinstance(prefix, (str, type(None))):
         hint = "Pass the start of the keys, such as `g/`."
         raise type_error("prefix", "a string or None", shortened(prefix), hint)
-    lines = read_lines(log, prefix=prefix)
-    rows, names, remark = to_rows(lines)
+    columns = read_columns(log, prefix=prefix)
+    rows, names, remark = to_rows(columns)
     if not len(rows.step):
         hint = "docs/recipes/logging.md lists the names of columns that are read."
-        keys = dict.fromkeys(key for line in lines for key in line)
-        got = f"a log with the columns {listed(map(repr, keys))}" if keys else "an empty log"
+        got = f"a log with the columns {listed(map(repr, columns))}" if columns else "an empty log"
         got += f" ({remark})" if remark else ""
         raise value_error("log", "a log with a loss or a gradient norm", got, hint)
     monitor = Monitor(())
     monitor._start(rows, names)
     monitor._remark = remark
-    monitor.incidents = to_incidents(lines) or monitor._recent
+    monitor.incidents = to_incidents(columns) or monitor._recent
     return monitor
 
 
@@ -359,24 +363,24 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     return [int(step) for step in steps]
 
 
-def _read_own_log(log: Log, names: Names, resume: bool) -> list[dict[str, Any]]:
-    """Return the lines of the log that a monitor continues."""
+def _read_own_log(log: Log, names: Names, resume: bool) -> Columns:
+    """Return the columns of the log that a monitor continues."""
     if callable(log):
         check_callable("log", log, "Pass a function of a line.")
     if log is None or callable(log):
-        return []
+        return {}
     if not isinstance(log, (str, os.PathLike)):
         hint = "Pass a path such as 'run.jsonl'."
         raise type_error("log", "a path or a function", type(log).__name__, hint)
     path, place = pathlib.Path(log), repr(os.fspath(log))
     if jax.process_index() == 0 and not path.parent.is_dir():
         raise value_error("log", "a file in a folder that exists", place, "Create the folder.")
-    lines = read_lines(path, prefix="") if path.exists() else []
-    if lines and not resume:
+    columns = read_columns(path, prefix="") if path.exists() else {}
+    if columns and not resume:
         hint = "Pass `resume=True` to continue the run of this file, or another name."
         raise value_error("log", "a new file", f"{place}, which exists", hint)
-    if other := sorted(units_in(lines) ^ {*names.units}) if units_in(lines) else []:
+    if other := sorted({*units_in(columns)} ^ {*names.units}) if units_in(columns) else []:
         rule = "the log of a run with the same parameters, `granularity` and `trainable`"
         got = f"{place}, which differs in {listed(other)}"
         raise value_error("log", rule, got, "Pass another name.")
-    return lines
+    return columns

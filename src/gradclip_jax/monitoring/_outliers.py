@@ -139,7 +139,7 @@ class Outliers:
         index = self.count + np.arange(len(values))
         starts = np.where(index < WINDOW, index, index - index % PERIOD)
         starts, self.period = np.unique(starts, return_inverse=True)
-        self.ends = starts - self.count + _KEPT
+        self.starts, self.ends = starts, starts - self.count + _KEPT
         self.values = _append(self.values, values)
         self.levels = self._levels()
         excess = self._excess(values - self.levels[self.period])
@@ -152,7 +152,6 @@ class Outliers:
             rows = np.flatnonzero(self.period == i)
             found = excess[np.ix_(rows, columns)] > self._bound(i, columns)
             is_outlier[np.ix_(rows, columns)] = found
-            rows = rows[index[rows] >= PERIOD]  # the first rows stay in the tail
             self.is_outlier[_KEPT + rows] = is_outlier[rows]
         self.count += len(values)
         return np.where(is_outlier, excess, 0)
@@ -204,12 +203,15 @@ class Outliers:
 
     def _bound(self, period: int, columns: HostArray) -> HostArray:
         """Return the bounds of some columns in a period."""
-        tail = self._tail(self.ends[period], columns)
+        tail = self._tail(self.starts[period], self.ends[period], columns)
         return np.fmin(np.fmax(self.floor[period, columns], tail), self.ceiling[period, columns])
 
-    def _tail(self, end: int, columns: HostArray) -> HostArray:
-        """Return the tail of some columns in the HISTORY rows before `end`."""
-        count = np.cumsum(self.is_outlier[end - HISTORY - 2 * PERIOD : end, columns], axis=0)
+    def _tail(self, start: int, end: int, columns: HostArray) -> HostArray:
+        """Return the tail of some columns in the HISTORY rows before row `start`, at `end`."""
+        is_outlier = self.is_outlier[end - HISTORY - 2 * PERIOD : end, columns]
+        if start < WINDOW:  # the first rows stay in the tail until there are enough others
+            is_outlier[len(is_outlier) - start :][:PERIOD] = False
+        count = np.cumsum(is_outlier, axis=0)
         is_near = count[2 * PERIOD :] > count[: -2 * PERIOD]
         quiet = np.where(is_near, np.nan, self.excesses[end - HISTORY : end, columns]).T
         low, high = quantiles(quiet, 0.9, 0.99)

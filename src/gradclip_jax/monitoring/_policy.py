@@ -12,9 +12,9 @@ FORGET steps, the transitions are:
 | | | were left out were not the cause, and are used again |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
-| running | parameters that a finite update made non-finite, n < 3 | pending, `rewind`; n + 1 |
+| running | a fault of the hardware or the optimizer, n < 3 | pending, `rewind`; n + 1 |
 | running | the same, n = 3 | pending, `stop` |
-| running | a reason to stop | pending, `stop` |
+| running | another reason to stop | pending, `stop` |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
 | pending | more rows | the same action again |
 | any | rows that start at an earlier step | running; later checkpoints count only after |
@@ -35,7 +35,7 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, GAP, WINDOW, median, quantiles, run_lengths
+from ._outliers import BLOCK, GAP, STARVING, WINDOW, median, quantiles, run_lengths
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
@@ -143,12 +143,13 @@ class Evidence(NamedTuple):
 
     Attributes:
         step: Step at which the evidence is complete.
-        action: "rewind", "stop", or "restore", a rewind that neither batches nor the learning rate
-            have caused.
+        action: "rewind" or "stop".
         reason: Description.
         batch_ids: Batches to leave out.
         first: First step that is bad.
         is_open: Whether the bad steps have not ended at `step`.
+        is_fault: Whether the hardware or the optimizer is faulty. Neither other batches nor a lower
+            learning rate would help.
     """
 
     step: int
@@ -157,6 +158,26 @@ class Evidence(NamedTuple):
     batch_ids: list[int]
     first: int
     is_open: bool = False
+    is_fault: bool = False
+
+
+class RowRule(NamedTuple):
+    """A rule by which single rows are evidence.
+
+    Attributes:
+        action: "rewind" or "stop".
+        reason: Description.
+        is_met: bool[rows].
+        num_windows: int[rows], the number of windows up to each row whose batches are left out;
+            None to leave out none.
+        is_fault: As in `Evidence`.
+    """
+
+    action: str
+    reason: str
+    is_met: HostArray
+    num_windows: HostArray | None = None
+    is_fault: bool = False
 
 
 class Policy:
@@ -218,10 +239,14 @@ class Policy:
         is_suspicious = is_bad | np.isin(rows.step, suspicious)
         num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        no_rewind = ""
+        rules = _row_rules(rows, is_bad, num_rewinds)
+        if self.rewind_on_rise:
+            reason = f"a clip multiplies the gradients by less than {STARVING}, and the loss has "
+            is_starved = _is_starved(rows, incidents)
+            rules.append(RowRule("stop", f"{reason}not fallen since", is_starved))
         # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
         patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
-        evidence = _evidence(rows, is_bad, num_rewinds, patience)
+        evidence, no_rewind = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)], ""
         # Of two reasons at the same step, one to rewind wins over one to stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
@@ -260,9 +285,7 @@ class Policy:
         last, action, reason = self.last, found.action, found.reason
         has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
         may_continue = last.is_open and num_rewinds == 1
-        if action == "restore":
-            action = "rewind"
-        elif action == "rewind" and num_rewinds > 0:
+        if action == "rewind" and num_rewinds > 0 and not found.is_fault:
             if last.action == "lower":
                 action, reason = "stop", f"{reason}; earlier rewinds did not help"
             elif num_rewinds >= MOST_REWINDS or (has_returned and not may_continue):
@@ -291,21 +314,22 @@ class Policy:
         return "no checkpoint is good"
 
 
-def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) -> Iterator[Evidence]:
-    """Yield all reasons to rewind or to stop; `patience` is the length of an open stretch."""
-    is_closed, has_id = ~rows.has(Outcome.ACCUMULATED), rows.has(Outcome.HAS_BATCH_ID)
-    window = np.cumsum(is_closed) - is_closed  # without an accumulation, each row is a window
+def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
+    """Yield the evidence in single rows."""
+    window = _windows(rows)
+    for rule in rules:
+        for t in np.flatnonzero(rule.is_met):
+            num = 0 if rule.num_windows is None else int(rule.num_windows[t])
+            step, first = int(rows.step[t]), int(rows.step[max(t + 1 - max(num, 1), 0)])
+            left_out = _batch_ids(rows, window[t] - num + 1, window[t])
+            reason = f"step {step}: {rule.reason}"
+            yield Evidence(step, rule.action, reason, left_out, first, is_fault=rule.is_fault)
 
-    def batch_ids(first: int, last: int) -> list[int]:
-        return rows.batch_id[has_id & (window >= first) & (window <= last)].tolist()
 
-    for action, reason, is_evidence, num_windows in _single_rows(rows, is_bad, num_rewinds):
-        for t in np.flatnonzero(is_evidence):
-            step, num = int(rows.step[t]), int(num_windows[t])
-            first = int(rows.step[max(t + 1 - max(num, 1), 0)])
-            left_out = batch_ids(window[t] - num + 1, window[t])
-            yield Evidence(step, action, f"step {step}: {reason}", left_out, first)
-    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], window[is_bad]
+def _stretches(rows: Rows, is_bad: HostArray, patience: int) -> Iterator[Evidence]:
+    """Yield the stretches of bad rows that have ended, or have `patience` rows."""
+    is_closed = ~rows.has(Outcome.ACCUMULATED)
+    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], _windows(rows)[is_bad]
     last = -1
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
         if len(stretch) >= BAD_ROWS and stretch[0] > last:
@@ -317,8 +341,21 @@ def _evidence(rows: Rows, is_bad: HostArray, num_rewinds: int, patience: int) ->
                 counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
                 reason = f"steps {steps[first]} to {steps[last]}: {counts}"
                 reason += ", and they go on" if is_open else ""
-                found = "rewind", reason, batch_ids(first, last), int(steps[first]), is_open
+                found = "rewind", reason, _batch_ids(rows, first, last), int(steps[first]), is_open
                 yield Evidence(int(steps[known]), *found)
+
+
+def _batch_ids(rows: Rows, first: int, last: int) -> list[int]:
+    """Return the ids of the batches in the windows `first` to `last`."""
+    window = _windows(rows)
+    is_between = (window >= first) & (window <= last)
+    return rows.batch_id[rows.has(Outcome.HAS_BATCH_ID) & is_between].tolist()
+
+
+def _windows(rows: Rows) -> HostArray:
+    """Return the index of the window of each row; without an accumulation, each row is a window."""
+    is_closed = ~rows.has(Outcome.ACCUMULATED)
+    return np.cumsum(is_closed) - is_closed
 
 
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
@@ -342,14 +379,8 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     return int(places[np.flatnonzero(np.diff(places, append=np.inf) > GAP + 1)[0]])
 
 
-def _single_rows(
-    rows: Rows, is_bad: HostArray, num_rewinds: int
-) -> Iterator[tuple[str, str, HostArray, HostArray]]:
-    """Yield each action that a single row can justify.
-
-    An item consists of the action, its reason, a mask of the rows that justify it, and the number
-    of windows up to each row whose batches are left out.
-    """
+def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]:
+    """Return the rules for single rows after a number of rewinds."""
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
     num_bad, num_skipped = (
@@ -357,23 +388,42 @@ def _single_rows(
     )
     is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
     num_open = run_lengths(is_open, ~is_open)
-    _, update, parameter = is_finite = np.isfinite(rows.norms[:, :, 0]).T
-    is_fatal, none = ~parameter | (rows.has(Outcome.APPLIED) & ~update), 0 * num_bad
-    # The norm of the parameters is that before the update.
-    was_finite = np.append(False, (is_finite.all(0) & rows.has(Outcome.HAS_UPDATE))[:-1])
-    is_hardware = ~parameter & was_finite
-    reason = "hardware: non-finite parameters after a finite update"
-    yield ("restore" if num_rewinds < MOST_REWINDS else "stop"), reason, is_hardware, none
-    yield "rewind", "non-finite parameters", is_fatal & ~is_hardware, np.maximum(num_bad, 1)
-    yield "stop", "non-finite parameters and no checkpoint to restore", is_fatal, none
-    yield "rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped
-    yield "stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED), none
+    gradient, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
+    # Parameters and gradients that are finite do not become non-finite because of the batch or the
+    # learning rate. The norm of the parameters is that before the update.
+    window = _windows(rows)
+    is_finite = parameter & ~np.isin(window, window[~gradient])
+    is_finite &= rows.has(Outcome.HAS_GRADIENT) & rows.has(Outcome.HAS_UPDATE)
+    is_bad_update = rows.has(Outcome.APPLIED) & ~update
+    is_fault = (is_finite & is_bad_update) | (~parameter & np.append(False, is_finite[:-1]))
+    fault = "non-finite parameters after a finite gradient: the hardware or the optimizer is faulty"
+    is_fatal = ~parameter | is_bad_update
+    rewind_or_stop = "rewind" if num_rewinds < MOST_REWINDS else "stop"
     never = f"no window closed in {LONGEST_WINDOW} calls"
-    yield "stop", never, num_open > LONGEST_WINDOW, none
+    rules = [
+        RowRule(rewind_or_stop, fault, is_fault, is_fault=True),
+        RowRule("rewind", "non-finite parameters", is_fatal & ~is_fault, np.maximum(num_bad, 1)),
+        RowRule("stop", "non-finite parameters and no checkpoint to restore", is_fatal),
+        RowRule("rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped),
+        RowRule("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
+        RowRule("stop", never, num_open > LONGEST_WINDOW),
+    ]
     if num_rewinds == 0:
-        yield "rewind", "replicas differ", differs, none
-    else:
-        yield "stop", "hardware: replicas differ again", differs, none
+        return [*rules, RowRule("rewind", "replicas differ", differs, is_fault=True)]
+    return [*rules, RowRule("stop", "hardware: replicas differ again", differs, is_fault=True)]
+
+
+def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
+    """Return the rows in which a clip is reported and the loss has not fallen since its onset."""
+    # In other rows, the clip did not run, or its factor means nothing.
+    has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
+    is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
+    is_starved = np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])
+    for t in np.flatnonzero(is_starved):
+        onset = 1 + np.flatnonzero(is_large[:t]).max(initial=-1)
+        before, since = rows.loss[max(onset - QUIET, 0) : onset], rows.loss[onset : t + 1]
+        is_starved[t] = onset > 0 and median(since) >= median(before)
+    return is_starved
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
@@ -388,7 +438,8 @@ def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> 
         has_outlier = "loss" in kinds and "growth" not in kinds
         if has_outlier or kinds & {"nan", "infinity"}:
             is_outlier |= rows.step == x.step
-        if has_outlier or (rewind_on_rise and kinds & {"loss", "risen"}):
+        is_rise = "flat" in kinds or (rewind_on_rise and kinds & {"loss", "risen"})
+        if has_outlier or is_rise:
             first = x.step - BLOCK + 1 if "risen" in kinds else x.step
             is_near = (rows.step >= first) & (rows.step < x.step + GAP)
             limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)

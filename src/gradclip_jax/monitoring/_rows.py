@@ -5,8 +5,10 @@
 | `Row` | the integers that `watch` writes on the device, one for each number of a step |
 | `Rows` | NumPy arrays on the host, with the names of their columns in `Names` |
 | `Line` | a dictionary for one step, in a log |
+| `Columns` | all values of each key in a log |
 
-`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and back.
+`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and
+`Columns` to `Rows`.
 """
 
 import math
@@ -38,6 +40,9 @@ them."""
 
 Line: TypeAlias = Mapping[str, Any]
 """A line of a log, with the keys that docs/rows.md describes."""
+
+Columns: TypeAlias = dict[str, dict[int, Any]]
+"""The values of each key in a log, by the index of their line."""
 
 
 class Names(NamedTuple):
@@ -160,12 +165,16 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         raise value_error("state", rule, "a state for other names", hint)
     # A state has a checksum for all rows, and an output of `lax.scan` one for each row.
     num_runs = np.size(checksum) if values.ndim == np.ndim(checksum) + 2 else 1
+    steps = values[..., 0]
     values = values.reshape(-1, values.shape[-1])  # of nested scans
     # Other rows were never written. `unique` sorts the rows by step; `last_row` repeats a row while
     # an accumulation around `watch` is open.
     written = np.unique(values[values[:, 2] != 0], axis=0)
     if num_runs > 1 or np.any(np.diff(written[:, 0]) == 0):
-        hint = "Read run i with `monitors[i].read(jax.tree.map(lambda x: x[i], state))`."
+        # All runs have the same steps. Their axis is not the first one in a scan over `vmap`.
+        axes = (i for i, n in enumerate(steps.shape) if n > 1 and not np.ptp(steps, i).any())
+        one_run = f"jax.tree.map(lambda x: x[{':, ' * next(axes, 0)}i], state)"
+        hint = f"Read run i with `monitors[i].read({one_run})`."
         raise value_error("state", "the rows of one run", "the rows of several runs", hint)
     floats = np.ascontiguousarray(written[:, NUM_INTS:]).view(np.float32).astype(np.float64)
     sizes = 1, 2, 4 * (1 + len(names.units)), len(names.taps) * math.prod(SHAPE)

@@ -25,7 +25,7 @@ from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
 from .._weighted_sum import Reduction, WeightedSum, accumulator_dtype, as_weight
 from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
-from ._guard import ExtraArgs, as_loss, loss_argument, params_of
+from ._guard import ExtraArgs, as_loss, is_gradient, loss_argument, params_of
 
 MAX_INT32 = np.iinfo(np.int32).max
 
@@ -220,8 +220,7 @@ class Accumulation(NamedTuple):
         name, value = loss_argument(extra_args)
         if value is not None:
             extra_args[name] = state.loss.result(self.reduction)
-        structure = jax.tree.structure(gradient)
-        if "grad" in extra_args and jax.tree.structure(extra_args["grad"]) == structure:
+        if is_gradient(extra_args, gradient):
             extra_args["grad"] = gradient
         return gradient, extra_args, total
 

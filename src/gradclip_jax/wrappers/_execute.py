@@ -26,7 +26,7 @@ from .._states import increment_where
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
-from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, params_of
+from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, is_gradient, params_of
 from ._inner import apply_updates, run_inner, updates_for_caller
 from ._nesting import Wrappers
 from ._skips import SkipFlags, first_skip, flag_where, is_accepted_by_all, skip_flags
@@ -267,6 +267,10 @@ def _take_step(
     skips = _check_window(call, grads, extra_args)
     checks = [guard.check for guard in guards]
     received, found = _receive(guards, checks, call.state.guards, grads, params, extra_args)
+    if is_gradient(extra_args, grads):
+        for guard, state in zip(guards, call.state.guards, strict=True):
+            unscaled = guard.unscale(extra_args["grad"], state.rule_state)
+            extra_args = extra_args | {"grad": unscaled}
     skips = first_skip([*skips, *found.skips])
     is_accepted = is_accepted_by_all(skips)
     checks_step = any(guard.check_step for guard in wrappers.all_guards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
@@ -101,6 +102,12 @@ def check_guard_arguments(
 def params_of(params: Tree) -> Tree:
     """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
+    """Return whether there is an extra argument `grad`, as for a line search, like a gradient."""
+    kinds = map(jax.tree.structure, (extra_args.get("grad"), grads))
+    return "grad" in extra_args and len({*kinds}) == 1
 
 
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:

@@ -92,8 +92,9 @@ def apply_gradients(
 ) -> tuple[Tree, Tree]:
     """Run `update` and `optax.apply_updates` in one call.
 
-    The result equals that of the two separate calls, except that bfloat16 gradients accumulated by
-    `accumulate_gradients` are rounded only once, when they are added to the parameters.
+    The result equals that of the two separate calls, except that bfloat16 gradients which
+    `accumulate_gradients` or `dynamic_loss_scale` computes in float32 are rounded only once, when
+    they are added to the parameters.
     `apply_gradients` is faster for accumulations and guards. If the optimizer does not run,
     parameters and optimizer state are not read or written, whereas `update` must return a tree of
     zeros. Donate `params` and `state` to the jitted step; otherwise they are copied.

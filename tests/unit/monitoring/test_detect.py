@@ -148,7 +148,7 @@ ISSUE = np.array([2.3 * 0.97**i + 0.1 for i in range(250)] + [0.1 * 1.05**i for 
 LOSSES = {
     # name: the losses, the step and the kinds of the first incident, and a part of its sentence
     "early spike": (np.array([2.0, 2.1, 9.0, 2.0]), 2, ("loss", "growth"), "(threshold 6.3)"),
-    "never back": (np.repeat([2.0, 2.1], [16, 64]), 59, ("risen",), "36 losses are above the high"),
+    "never back": (np.repeat([2.0, 2.1], [16, 64]), 59, ("risen", "flat"), "36 losses are above the high"),
     "zero from then on": (np.append(steady()[0], np.zeros(20)), STEPS + 15, ("loss",), "loss 0"),
     "negative": (np.append(steady()[0] - 3, 12.0), STEPS, ("loss", "growth"), "loss 12"),
     "step up": (np.repeat([2.0, 2.9], [STEPS, 20]), STEPS, ("loss",), "(threshold 2.8)"),

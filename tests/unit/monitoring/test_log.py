@@ -15,7 +15,7 @@ from files import python
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
 from gradclip_jax.monitoring._lines import to_incidents, to_lines, to_rows
-from gradclip_jax.monitoring._log import read_lines, to_json
+from gradclip_jax.monitoring._log import read_columns, to_json
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"))
@@ -24,7 +24,7 @@ ALL |= Outcome.HAS_GRADIENT | Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER | Outco
 
 
 def read(log, **options):
-    return to_rows(read_lines(log, **options))[:2]
+    return to_rows(read_columns(log, **options))[:2]
 
 
 def random_rows(size):
@@ -197,8 +197,8 @@ def test_steps_that_are_repeated_or_unknown(log, steps, losses, remark):
 
 def test_steps_that_alternate_are_read_in_linear_time():
     start = time.process_time()
-    to_rows(of_steps([i + 1 - 2 * (i % 2) for i in range(80_000)]))
-    to_rows(of_steps([i % 2 for i in range(80_000)]))
+    read(of_steps([i + 1 - 2 * (i % 2) for i in range(80_000)]))
+    read(of_steps([i % 2 for i in range(80_000)]))
     assert time.process_time() - start < 10  # 34 s and more if it is quadratic
 
 
@@ -312,7 +312,9 @@ def test_the_prefix_is_removed_before_lines_of_incidents_are_left_out():
 def test_an_incident_in_a_log_is_the_same():
     found = Incident(7, ("loss",), "step 7: applied, loss 9", loss_threshold=np.inf)
     line = json.loads(json.dumps(to_json(found._asdict())))
-    assert to_incidents([{"step": 7, "sentence": "of another trainer"}, line]) == [found]
+    assert to_incidents(read_columns([{"step": 7, "sentence": "of another trainer"}, line])) == [
+        found
+    ]
 
 
 READ = """
@@ -322,7 +324,7 @@ def usage():
     x = resource.getrusage(resource.RUSAGE_SELF)
     return x.ru_utime + x.ru_stime, x.ru_maxrss / 1024
 before = usage()
-rows, _, _ = _lines.to_rows(_log.read_lines(sys.argv[1]))
+rows, _, _ = _lines.to_rows(_log.read_columns(sys.argv[1]))
 print(len(rows.step), *(y - x for x, y in zip(before, usage())))
 """
 

@@ -37,6 +37,18 @@ def one_step(size):
     return TX.update(jax.tree.map(lambda x: x * size, PARAMS), TX.init(PARAMS), PARAMS)[1]
 
 
+def scan_of_vmap(losses):
+    """Return the stack of rows of a scan over steps, each of which trains several runs."""
+
+    def step(states, _):
+        states = jax.vmap(lambda state, x: TX.update(PARAMS, state, PARAMS, value=x)[1])(
+            states, losses
+        )
+        return states, jax.vmap(gcx.last_row)(states)
+
+    return jax.lax.scan(step, jax.vmap(lambda _: TX.init(PARAMS))(losses), length=3)[1]
+
+
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -93,8 +105,9 @@ def test_rows_of_open_windows_are_empty_or_repeated():
         (lambda: TX.init(PARAMS), {"granularity": "global"}, ValueError, "granularity"),
         (lambda: TX.init(PARAMS), {"trainable": {"a": True, "b": False}}, ValueError, "trainable"),
         (lambda: (TX.init(PARAMS), TX.init(PARAMS)), {}, TypeError, r"got \[0\], \[1\]"),
-        (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, "one run"),
-        (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, "one run"),
+        (lambda: jax.vmap(lambda _: TX.init(PARAMS))(jnp.ones(2)), {}, ValueError, r"x\[i\]"),
+        (lambda: gcx.last_row(jax.vmap(one_step)(jnp.arange(2.0))), {}, ValueError, r"x\[i\]"),
+        (lambda: scan_of_vmap(jnp.arange(2.0)), {}, ValueError, r"x\[:, i\]"),
     ],
 )
 def test_states_that_cannot_be_read_raise(state, options, error, match):
@@ -157,6 +170,27 @@ def test_the_log_has_every_step_and_the_norms_of_units_around_incidents(tmp_path
     for log in (read_log(path), read_log([{f"g/{key}": x for key, x in y.items()} for y in seen])):
         assert log.names == monitor.names and log.rows.step.tolist() == list(range(96))
         assert [str(x) for x in log.incidents] == [str(x) for x in monitor.incidents]
+
+
+@pytest.mark.parametrize("place", [0, 10, 17])  # the first row, a bad row, an incident
+def test_a_function_that_fails_at_a_line_is_called_with_no_other_line_twice(place):
+    expected, seen, calls = [], [], []
+
+    def log(line):
+        calls.append(line)
+        if len(calls) == 1 + place:
+            raise OSError("no connection")
+        seen.append(line)
+
+    whole, monitor = gcx.Monitor(PARAMS, log=expected.append), gcx.Monitor(PARAMS, log=log)
+    state = train(TX.init(PARAMS), 0, 36, bad=(30,))
+    report = whole.read(state)
+    with pytest.raises(OSError, match="no connection"):
+        monitor.read(state)
+    assert str(monitor.report) == str(report) and monitor.incidents == whole.incidents
+    state = train(state, 36, 40)
+    assert str(monitor.read(state)) == str(whole.read(state))
+    assert str(seen) == str(expected) and len(calls) == len(seen) + 1
 
 
 @pytest.mark.parametrize("restarts", [False, True])

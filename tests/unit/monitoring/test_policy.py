@@ -12,20 +12,20 @@ from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
 SKIPPED = GOOD & ~Outcome.APPLIED | Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
 HELD = GOOD & ~Outcome.APPLIED | Outcome.ACCUMULATED
-QUIET = 32
+QUIET, NO_CLIPS = 32, Names()
 
 
 class Run:
     """Rows that are good but where told otherwise; `batch_id` is the step plus an offset."""
 
-    def __init__(self, start=0, saved=(), events=(), **options):
+    def __init__(self, start=0, saved=(), events=(), names=NO_CLIPS, **options):
         self.policy, self.step, self.offset = Policy(events, **options), start, 0
-        self.rows, self.incidents = Rows.zeros(0, Names()), []
+        self.names, self.rows, self.incidents = names, Rows.zeros(0, names), []
         self.read(0, saved=saved)
 
     def read(self, count, *, bad=(), kinds=("loss",), saved=None, **columns):
         """Read `count` rows; `bad` are steps with an incident of `kinds`, `columns` are by step."""
-        rows = Rows.zeros(count, Names())
+        rows = Rows.zeros(count, self.names)
         rows.step[:] = self.step + np.arange(count)
         rows.batch_id[:] = rows.step + self.offset
         rows.loss[:] = 1 / (1 + rows.batch_id)
@@ -139,9 +139,11 @@ def test_bad_rows_with_an_ordinary_loss_do_not_extend_a_stretch():
     assert run.last.batch_ids == [50, 51, 52]
 
 
-@pytest.mark.parametrize("kinds", [("risen",), ("loss", "growth")])
-def test_a_rise_is_evidence_where_the_user_asks_for_it(kinds):
-    run, loss = Run(saved=[0], rewind_on_rise=True), dict.fromkeys(range(49, 100), 30.0)
+@pytest.mark.parametrize(
+    "kinds, rise", [(("risen",), True), (("loss", "growth"), True), (("risen", "flat"), False)]
+)
+def test_a_rise_is_evidence_where_the_user_asks_for_it_or_the_loss_is_flat(kinds, rise):
+    run, loss = Run(saved=[0], rewind_on_rise=rise), dict.fromkeys(range(49, 100), 30.0)
     run.incidents.append(Incident(60, kinds, loss_threshold=15.0))
     assert run.read(100, loss=loss) == "rewind"
     assert run.last.batch_ids[0] == (49 if "risen" in kinds else 60)
@@ -178,15 +180,48 @@ def test_after_lower_a_stretch_of_32_rows_that_goes_on_stops_the_run():
     assert actions == ["rewind", "lower", "stop"]
 
 
-def test_parameters_that_a_finite_update_made_nonfinite_are_restored_and_no_batch_is_left_out():
+MEASURED = int(GOOD | Outcome.HAS_UPDATE)
+
+
+@pytest.mark.parametrize(
+    "norms", [dict.fromkeys((50, 51, 52), [1.0, 1.0, np.nan]), {50: [1.0, np.inf, 1.0]}]
+)
+def test_nonfinite_parameters_after_finite_gradients_are_restored_and_no_batch_is_left_out(norms):
     run, actions = Run(saved=[0]), []
     for _ in range(4):
-        norms = dict.fromkeys((50, 51, 52), np.array([[1.0], [1.0], [np.nan]]))
-        outcome = dict.fromkeys(range(50), int(GOOD | Outcome.HAS_UPDATE))
-        actions.append(run.read(62, norms=norms, outcome=outcome))
+        columns = {step: np.array(x)[:, None] for step, x in norms.items()}
+        actions.append(run.read(62, norms=columns, outcome=dict.fromkeys(range(51), MEASURED)))
         assert run.last.batch_ids == [] and "hardware" in run.last.reason
         run.rewind()
-    assert actions == ["rewind", "rewind", "rewind", "stop"]
+    assert actions == ["rewind", "rewind", "rewind", "stop"] and run.last.num_lowers == 0
+
+
+def test_an_update_of_a_window_with_a_nonfinite_gradient_leaves_its_batches_out():
+    run, measured = Run(saved=[0]), Outcome.HAS_UPDATE
+    outcome = {step: int((GOOD if step % 4 == 3 else HELD) | measured) for step in range(62)}
+    norms = {49: np.array([[np.nan], [0.0], [1.0]]), 51: np.array([[1.0], [np.nan], [1.0]])}
+    assert run.read(62, norms=norms, outcome=outcome) == "rewind"
+    assert run.last.batch_ids == [48, 49, 50, 51]
+
+
+@pytest.mark.parametrize(
+    "first, loss, rise, action",
+    [
+        (50, 1.1, True, "stop"),
+        (50, 0.4, True, "save"),
+        (0, 1.1, True, "save"),
+        (50, 1.1, False, "save"),
+    ],
+)
+def test_a_clip_that_starves_the_optimizer_stops_a_run_whose_loss_no_longer_falls(
+    first, loss, rise, action
+):
+    run = Run(saved=[0], names=Names(clips=("clip",)), rewind_on_rise=rise)
+    factors = dict.fromkeys(range(260), 1.0) | dict.fromkeys(range(first, 260), 1e-6)
+    losses = dict.fromkeys(range(50), 1.0) | dict.fromkeys(range(50, 260), loss)
+    assert run.read(255, bad=[249], kinds=("clip",), factors=factors, loss=losses) != "rewind"
+    assert run.read(40) == action
+    assert ("clip" in run.last.reason) == (action == "stop")
 
 
 @pytest.mark.parametrize("restarts", [False, True])
