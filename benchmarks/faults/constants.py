@@ -1,6 +1,6 @@
 """Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER
+    python -m benchmarks.faults.constants FOLDER [--only WINDOW ...]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
 and ratios are replaced by their root and their square; a cell with one number has it for both.
@@ -64,6 +64,7 @@ def measure(logs, incidents):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--only", nargs="*", default=CONSTANTS, help="constants, as in this file")
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels, logs = json.loads((HERE / "labels.json").read_text()), []
@@ -77,7 +78,7 @@ def main():
 
     results = [{"constant": "none", "changed to": ""} | measured()]
     print(*results[-1].values(), sep=" | ", flush=True)
-    for constant in CONSTANTS:
+    for constant in args.only:
         both = []
         for factor in (0.5, 2):
             undo, new = scale(constant, factor)
