@@ -148,7 +148,12 @@ ISSUE = np.array([2.3 * 0.97**i + 0.1 for i in range(250)] + [0.1 * 1.05**i for 
 LOSSES = {
     # name: the losses, the step and the kinds of the first incident, and a part of its sentence
     "early spike": (np.array([2.0, 2.1, 9.0, 2.0]), 2, ("loss", "growth"), "(threshold 6.3)"),
-    "never back": (np.repeat([2.0, 2.1], [16, 64]), 59, ("risen", "flat"), "36 losses are above the high"),
+    "never back": (
+        np.repeat([2.0, 2.1], [16, 64]),
+        59,
+        ("risen", "flat"),
+        "36 losses are above the high",
+    ),
     "zero from then on": (np.append(steady()[0], np.zeros(20)), STEPS + 15, ("loss",), "loss 0"),
     "negative": (np.append(steady()[0] - 3, 12.0), STEPS, ("loss", "growth"), "loss 12"),
     "step up": (np.repeat([2.0, 2.9], [STEPS, 20]), STEPS, ("loss",), "(threshold 2.8)"),
@@ -163,6 +168,15 @@ def test_an_unusual_loss_is_an_incident_that_says_what_it_is_compared_with(name)
     loss, step, kinds, text = LOSSES[name]
     first = Detector(Names()).update(lone_rows(loss))[0]
     assert (first.step, first.kinds) == (step, kinds) and text in str(first)
+
+
+@pytest.mark.parametrize("limit", [0.0, 2.5])  # the limits of guards are not in a log
+def test_the_threshold_of_a_skipped_loss_is_that_of_the_guard_or_of_the_detector(limit):
+    rows = lone_rows(np.append(steady()[0], 12.0))
+    rows.outcome[-1] = int(Outcome.HAS_LOSS | Outcome.SKIPPED | Outcome.SKIPPED_LARGE_LOSS)
+    rows.limits[-1] = limit
+    (incident,) = Detector(Names()).update(rows)
+    assert 2 < incident.loss_threshold < 12 and (limit in (0, incident.loss_threshold))
 
 
 def test_a_loss_that_explodes_after_it_has_fallen_is_an_outlier_and_one_that_only_grows_is_growth():
