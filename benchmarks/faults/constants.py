@@ -1,6 +1,6 @@
 """Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER
+    python -m benchmarks.faults.constants FOLDER [--only WINDOW ...]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
 and ratios are replaced by their root and their square; a cell with one number has it for both.
@@ -21,7 +21,7 @@ from gradclip_jax.monitoring._detect import Detector
 
 CONSTANTS = (
     *("WINDOW", "PERIOD", "BLOCK", "UNLEARNED", "WIDTH tree", "WIDTH other", "TAIL tree"),
-    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
+    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "FLAT", "BAD_ROWS"),
 )
 """The other constants of the policy change nothing in these logs, which do not have the factors of
 clips either; the tests show what they are for."""
@@ -37,7 +37,7 @@ def scale(constant, factor):
             undo.append((module, name, old))
             value = old[entry[0]] if entry else old
             # The ratios are compared with 1.
-            is_ratio = name == "RATIO"
+            is_ratio = name in ("RATIO", "FLAT")
             new = value**factor if is_ratio else type(value)(value * factor)
             setattr(module, name, {**old, entry[0]: new} if entry else new)
     return undo, new
@@ -61,6 +61,7 @@ def measure(logs, incidents):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--only", nargs="*", default=CONSTANTS, help="constants, as in this file")
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels, logs = json.loads((HERE / "labels.json").read_text()), []
@@ -73,7 +74,7 @@ def main():
         return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
 
     results = [{"constant": "none", "changed to": ""} | measured()]
-    for constant in CONSTANTS:
+    for constant in args.only:
         both = []
         for factor in (0.5, 2):
             undo, new = scale(constant, factor)

@@ -346,7 +346,7 @@ class Detector:
         for t in np.flatnonzero(np.any(found, axis=1)).tolist():
             thresholds = self.outliers.thresholds(t)
             for limit, (column, flag) in zip(rows.limits[t], skips.items(), strict=True):
-                if rows.outcome[t] & flag:
+                if rows.outcome[t] & flag and limit != 0:  # it is 0 in rows of a log
                     thresholds[column] = limit
             yield Findings(
                 place=self.count + t,
