@@ -21,7 +21,7 @@ from gradclip_jax.monitoring._detect import Detector
 
 CONSTANTS = (
     *("WINDOW", "PERIOD", "BLOCK", "UNLEARNED", "WIDTH tree", "WIDTH other", "TAIL tree"),
-    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "FLAT", "BAD_ROWS"),
+    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
 )
 """The other constants of the policy change nothing in these logs, which do not have the factors of
 clips either; the tests show what they are for."""
@@ -36,9 +36,7 @@ def scale(constant, factor):
             old = getattr(module, name)
             undo.append((module, name, old))
             value = old[entry[0]] if entry else old
-            # The ratios are compared with 1.
-            is_ratio = name in ("RATIO", "FLAT")
-            new = value**factor if is_ratio else type(value)(value * factor)
+            new = value**factor if name == "RATIO" else type(value)(value * factor)
             setattr(module, name, {**old, entry[0]: new} if entry else new)
     return undo, new
 
