@@ -49,7 +49,10 @@ def measure(logs, incidents):
     for (entry, steps, rows, _), found in zip(logs, incidents, strict=True):
         own = count(np.array([x.step for x in found], int), steps, entry)
         total += own
-        acts = [first_action(rows, found, rewind_on_rise=x)[0] != "none" for x in (True, False)]
+        acts = [
+            bool(found) and first_action(rows, found, rewind_on_rise=x)[0] != "none"
+            for x in (True, False)
+        ]
         actions += np.array(acts) * (own[1, 1] > 0)
         healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
     keys = "obvious incidents", "onsets", "within 12 rows"
@@ -74,6 +77,7 @@ def main():
         return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
 
     results = [{"constant": "none", "changed to": ""} | measured()]
+    print(*results[-1].values(), sep=" | ", flush=True)
     for constant in args.only:
         both = []
         for factor in (0.5, 2):

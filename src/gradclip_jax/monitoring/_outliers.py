@@ -83,9 +83,11 @@ outlier and rows of a period that has begun."""
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
     """Return lower quantiles of the known values along the last axis; NaN if there are none."""
-    count = np.maximum(np.sum(~np.isnan(values), axis=-1) - 1, 0)
-    index = np.multiply.outer(count, shares).astype(int)
-    found = np.take_along_axis(np.sort(values, axis=-1), index, -1)  # NaN are sorted last
+    count = np.sum(~np.isnan(values), axis=-1)
+    found, is_known = np.full((*count.shape, len(shares)), np.nan, values.dtype), count > 0
+    index = np.multiply.outer(count[is_known] - 1, shares).astype(int)
+    # NaN are sorted last.
+    found[is_known] = np.take_along_axis(np.sort(values[is_known], axis=-1), index, -1)
     return np.moveaxis(found, -1, 0)
 
 
@@ -291,4 +293,4 @@ def _append(old: HostArray, new: HostArray) -> HostArray:
 
 def _before(ends: HostArray, values: HostArray, count: int) -> HostArray:
     """Return the `count` rows before each end, float[ends, columns, count]."""
-    return sliding_window_view(values, count, axis=0)[ends - count]
+    return np.ascontiguousarray(sliding_window_view(values, count, axis=0)[ends - count])
