@@ -3,7 +3,7 @@
     python -m benchmarks.faults.constants FOLDER [--only WINDOW ...]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
-and ratios are replaced by their root and their square; a cell with one number has it for both.
+and ratios and `FLAT` are replaced by their root and square; a cell with one number has it for both.
 "Actions" are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without
 it; "for nothing" are healthy logs that do so with it, and logs of PPO that do so without it.
 """
