@@ -13,7 +13,6 @@ A line is a dictionary. `_log` renames the keys of other trainers to the keys of
 import bisect
 import contextlib
 import functools
-import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -72,11 +71,10 @@ def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, 
     columns = columns | {"outcome": bits, "step": {}}  # the steps are already in the rows
     for key, target, flags in [("outcome", rows.outcome, Outcome(0)), *_columns(rows, names)]:
         column = columns.get(key, {})
-        numbers, at = _numbers(column.values()), row_of[[*column]]
-        is_used = np.array([x is not None for x in numbers], bool) & (at >= 0)
-        at = at[is_used]
-        target[at] = [*itertools.compress(numbers, is_used)]
-        rows.outcome[at] |= int(flags)
+        (numbers, is_number), at = _numbers(column.values()), row_of[[*column]]
+        is_used = is_number & (at >= 0)
+        target[at[is_used]] = numbers[is_used]
+        rows.outcome[at[is_used]] |= int(flags)
     return rows, names, remark
 
 
@@ -121,12 +119,14 @@ def _outcome_bits(text: str) -> int:
     return sum(flags) if flags or not text else int(Outcome.APPLIED)
 
 
-def _numbers(values: Collection[Any]) -> list[float | None]:
-    """Convert values in a log to numbers; None for values that are not numbers."""
+def _numbers(values: Collection[Any]) -> tuple[HostArray, HostArray]:
+    """Convert values in a log to float64, NaN if they are not numbers, and return which are."""
     if {*map(type, values)} <= {int, float, str}:
         with contextlib.suppress(OverflowError, ValueError):
-            return list(map(float, values))
-    return list(map(_number, values))
+            numbers = np.fromiter(map(float, values), float, len(values))
+            return numbers, np.ones(len(values), bool)
+    found = [*map(_number, values)]
+    return np.array(found, float), np.array([x is not None for x in found], bool)
 
 
 def _number(value: Any) -> float | None:
@@ -166,19 +166,18 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
         keys[[*columns.get(key, ())]] |= 1 << i
     lines, rows = np.flatnonzero(keys), np.full(size, -1)
     values = [*map(columns.get("step", {}).get, lines.tolist())]
-    numbers = _numbers(values)
-    known = np.array(numbers, float)  # NaN instead of None
-    has_numbers = np.all(abs(known) < _MAX_STEP)
-    if has_numbers and not columns.get("rewind_to") and np.all(np.diff(np.trunc(known)) > 0):
+    numbers, _ = _numbers(values)
+    has_numbers = np.all(abs(numbers) < _MAX_STEP)
+    if has_numbers and not columns.get("rewind_to") and np.all(np.diff(np.trunc(numbers)) > 0):
         rows[lines] = np.arange(len(lines))  # most logs
-        return known.astype(int).tolist(), rows, ""
+        return numbers.astype(int).tolist(), rows, ""
     keys = keys.tolist()
     # The first line of each step, the steps in increasing order, and the first line of each row.
     table, steps, first_lines, last = dict[int, int](), list[int](), list(range(size)), -1
     num_lines = num_replaced = num_resumed = num_unknown = 0
-    for line, value, number in zip(lines.tolist(), values, numbers, strict=True):
+    for line, value, number in zip(lines.tolist(), values, numbers.tolist(), strict=True):
         number = last + 1 if value in (None, "") else number
-        if number is None or not abs(number) < _MAX_STEP:
+        if not abs(number) < _MAX_STEP:
             num_unknown += 1
             continue
         step, is_rewind = int(number), line in columns.get("rewind_to", ())
@@ -203,6 +202,11 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
             first_lines[line], keys[first] = first, keys[first] | keys[line]
         last, num_lines = step, num_lines + 1
     rows[[table[step] for step in steps]] = np.arange(len(steps))
+    return steps, rows[first_lines], _remark(num_lines, num_replaced, num_resumed, num_unknown)
+
+
+def _remark(num_lines: int, num_replaced: int, num_resumed: int, num_unknown: int) -> str:
+    """Describe how many rows of a log were replaced or left out; "" if there are none."""
     remarks = list[str]()
     if num_replaced:
         remarks.append(f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows")
@@ -210,4 +214,4 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
         remarks.append(f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}")
     if num_unknown:
         remarks.append(f"rows without a number as their step, which are left out: {num_unknown:,}")
-    return steps, rows[first_lines], "; ".join(remarks)
+    return "; ".join(remarks)
