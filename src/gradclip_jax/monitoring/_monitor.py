@@ -241,8 +241,8 @@ class Monitor:
     def _first_new(self, rows: Rows) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
-        The state still contains rows that were read before. Their values
-        differ if the run has repeated these steps. If the run went back over more rows than are kept, there is nothing to compare.
+        The state still contains rows that were read before. Their values differ if the run has
+        repeated these steps. Rows that are older than those that are kept cannot be compared.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (

@@ -195,8 +195,8 @@ def watch(
         An Optax transformation with a `WatchState`.
 
     Raises:
-        ValueError: If a number is out of range, if `params` is required but missing, or if the state
-            was initialized for another tree.
+        ValueError: If a number is out of range, if `params` is required but missing, or if the
+            state was initialized for another tree.
         TypeError: If `inner` is not a transformation or, during tracing, if a leaf has an integer
             dtype.
 
