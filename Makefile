@@ -157,6 +157,7 @@ test-their-own-%: SUITE = $(patsubst %_accumulation,%,$*)
 test-their-own-%: PY = .venv-trainer-$(SUITE)/bin/python
 test-their-own-%: CLONE = $(if $(CLONE_$(SUITE)),.theirs/$(CLONE_$(SUITE)))
 test-their-own-%:
+	@mkdir -p build
 	$(MAKE) .venv-trainer-$(SUITE)/.installed
 	@test jax_privacy != $* -o -d "$(CLONE)" || { mkdir -p $(CLONE) && \
 		$(PY) -m pip download --quiet --no-deps --no-binary :all: -d build jax-privacy==2.0.0 && \

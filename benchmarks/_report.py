@@ -62,15 +62,22 @@ def commit() -> str:
 
 
 def write(
-    sections: dict[str, Rows], part: str = "", folder: pathlib.Path = RESULTS, **facts: Any
+    sections: dict[str, Rows],
+    part: str = "",
+    folder: pathlib.Path = RESULTS,
+    is_whole: bool = False,
+    **facts: Any,
 ) -> pathlib.Path:
-    """Merges `sections` into <folder>/<device>-<part>.json and generates its Markdown page."""
+    """Merges `sections` into <folder>/<device>-<part>.json and generates its Markdown page.
+
+    If they are the whole file, they replace it.
+    """
     about = environment() | facts
     title = f"{about['device']} {part}".strip()
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():  # sections and rows that were not run again stay
+    if path.exists() and not is_whole:  # sections and rows that were not run again stay
         sections = _merged(json.loads(path.read_text())["sections"], sections)
     path.write_text(json.dumps({"environment": about, "sections": sections}, indent=1) + "\n")
     write_sections(path)

@@ -458,7 +458,8 @@ def main():
     for title, rows in tables.items():
         print(f"\n**{title}**\n\n{_report.table(rows) if rows else 'none'}")
     if not options.small:
-        _report.write({key: rows for key, rows in tables.items() if rows}, "closed loop")
+        found = {key: rows for key, rows in tables.items() if rows}
+        _report.write(found, "closed loop", is_whole=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER
+    python -m benchmarks.faults.constants FOLDER [--only WINDOW ...]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
-and ratios are replaced by their root and their square; a cell with one number has it for both.
+and ratios and `FLAT` are replaced by their root and square; a cell with one number has it for both.
 "Actions" are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without
 it; "for nothing" are healthy logs that do so with it, and logs of PPO that do so without it.
 """
@@ -36,9 +36,7 @@ def scale(constant, factor):
             old = getattr(module, name)
             undo.append((module, name, old))
             value = old[entry[0]] if entry else old
-            # The ratios are compared with 1.
-            is_ratio = name == "RATIO"
-            new = value**factor if is_ratio else type(value)(value * factor)
+            new = value**factor if name == "RATIO" else type(value)(value * factor)
             setattr(module, name, {**old, entry[0]: new} if entry else new)
     return undo, new
 
@@ -49,7 +47,10 @@ def measure(logs, incidents):
     for (entry, steps, rows, _), found in zip(logs, incidents, strict=True):
         own = count(np.array([x.step for x in found], int), steps, entry)
         total += own
-        acts = [first_action(rows, found, rewind_on_rise=x)[0] != "none" for x in (True, False)]
+        acts = [
+            bool(found) and first_action(rows, found, rewind_on_rise=x)[0] != "none"
+            for x in (True, False)
+        ]
         actions += np.array(acts) * (own[1, 1] > 0)
         healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
     keys = "obvious incidents", "onsets", "within 12 rows"
@@ -61,6 +62,7 @@ def measure(logs, incidents):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--only", nargs="*", default=CONSTANTS, help="constants, as in this file")
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels, logs = json.loads((HERE / "labels.json").read_text()), []
@@ -73,7 +75,8 @@ def main():
         return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
 
     results = [{"constant": "none", "changed to": ""} | measured()]
-    for constant in CONSTANTS:
+    print(*results[-1].values(), sep=" | ", flush=True)
+    for constant in args.only:
         both = []
         for factor in (0.5, 2):
             undo, new = scale(constant, factor)

@@ -20,8 +20,8 @@ from jax.core import Tracer
 from ._errors import type_error, value_error
 from ._types import UNBOUNDED, Count, Labels, Order, Path, Tree
 
-_SHOWN = 5  # maximum number of invalid leaves listed in an error message
-_SHOWN_CHARACTERS = 200
+_MAX_LISTED = 5  # maximum number of invalid leaves listed in an error message
+_MAX_CHARACTERS = 200
 _TINY = float(np.finfo(np.float32).tiny)
 
 # Formatting
@@ -39,13 +39,13 @@ def shortened(value: object) -> str:
 
     def abstract(leaf: Any) -> object:
         is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
-        return leaf if is_number else _Shown(describe(leaf))
+        return leaf if is_number else _Unquoted(describe(leaf))
 
     text = repr(jax.tree.map(abstract, value))
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
-class _Shown(str):
+class _Unquoted(str):
     """A string whose `repr` has no quotation marks."""
 
     __repr__ = str.__str__
@@ -54,8 +54,8 @@ class _Shown(str):
 def listed(items: Iterable[str]) -> str:
     """Join the first items with commas, and count the others."""
     items = list(items)
-    rest = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(items) - _MAX_LISTED
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def leaf_path(argument: str, path: Path) -> str:
@@ -119,8 +119,9 @@ def is_traced(value: object) -> bool:
 def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
-    Return it as a float, because int32 cannot represent every integer; traced values unchanged. A
-    JAX array remains one, so that functions which close over another value are not traced again.
+    Return it as a float, because int32 cannot represent every integer. Traced values are returned
+    unchanged. A JAX array is returned as one, so that a function that closes over it is not traced
+    again for another value.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -222,12 +223,15 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
-    """Call a schedule of a user, and raise if it does not return a real scalar."""
-    value = call_user(argument, "schedule", schedule, step)
+    """Call a schedule of a user, and raise if it does not return a real scalar.
+
+    A NumPy or Python number becomes a float as in `check_number`.
+    """
+    value, hint = call_user(argument, "schedule", schedule, step), "Return one number per step."
     if not is_scalar(value, jnp.floating, jnp.integer):
-        rule, hint = "a schedule that returns a real scalar", "Return one number per step."
-        raise type_error(argument, rule, describe(value), hint)
-    return value
+        raise type_error(argument, "a schedule that returns a real scalar", describe(value), hint)
+    is_array = isinstance(value, jax.Array)
+    return value if is_array else check_number(argument, value, hint, "[-inf, inf]")
 
 
 def check_callable(argument: str, value: object, hint: str) -> None:
@@ -342,7 +346,7 @@ def shapes_of(tree: Tree) -> Tree:
 def check_state(state: Any, kind: type, count: str) -> None:
     """Raise if the state is missing, belongs to another transformation, or cannot be read.
 
-    `count` is the name of a scalar field, by which a state with an axis of `vmap` is found.
+    `count` is the name of a scalar field. If it has an axis, the state is that of several runs.
     """
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."

@@ -30,7 +30,12 @@ from ._checks import (
     is_traced,
     leaf_path,
 )
-from ._converters import from_wrapper_states, partial_state, to_wrapper_states
+from ._converters import (
+    from_wrapper_states,
+    partial_state,
+    to_wrapper_states,
+    with_rule_names,
+)
 from ._errors import public, type_error, value_error
 from ._metrics import metric_names, own_metrics
 from ._run_if import like_dtypes
@@ -58,8 +63,7 @@ def convert_state(
     | a clip of Optax | a clip | nothing: Optax's clips have no state |
     | nothing | a guard, an accumulation, a `watch` | the inner state |
     | nothing | a clip | nothing; its state is initialized |
-    | guards and accumulations of versions with one state for each | the same | everything, \
-      but guards and clips with an adaptive threshold are initialized |
+    | guards and accumulations of versions with one state for each | the same | everything |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
     type changes, their states are initialized. The state of a guard or clip that moves into or out
@@ -279,11 +283,12 @@ def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
     if new.is_accumulation:
         window = _copied_window(new, old, reduction)
         return partial_state(WrapperState, outer=(), accumulation=window, guards=())
-    if new.kind is WrapperState or _has_same_arrays(new.state, old.state):
-        return old.state
+    old_state = with_rule_names(new.state, old.state)
+    if new.kind is WrapperState or _has_same_arrays(new.state, old_state):
+        return old_state
     # A clip or a guard has another rule, or a `watch` has another history.
     if hasattr(new.state, "continued_from"):
-        return new.state.continued_from(old.state)
+        return new.state.continued_from(old_state)
     return new.state
 
 

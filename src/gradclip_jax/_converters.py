@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from ._states import is_own_state
-from ._types import Tree
+from ._types import Path, Tree
 from ._weighted_sum import WeightedSum
 from .guarding._loss_scale import LossScaleState
 from .guarding._skip_spikes import SpikeState
@@ -170,6 +170,25 @@ def _from_old_skip_spikes(old: Any) -> WrapperState:
         large_norm=old.skipped_large_norm,
         large_loss=old.skipped_large_loss,
     )
+
+
+def with_rule_names(like: Tree, state: Tree) -> Tree:
+    """Add the names of rules to the state of a clip or guard of the earlier version.
+
+    Its states of rules had no names. They are those of the rules in `like` if they have the same
+    fields. Other states are returned unchanged.
+    """
+    values = dict(jax.tree.leaves_with_path(state))
+    field = jax.tree_util.GetAttrKey("rules")
+
+    def without_name(path: Path) -> Path:
+        # A path contains the field, the index or key of the rule, and the name of the rule.
+        place = path.index(field) if field in path else len(path)
+        return path if path in values else (*path[: place + 2], *path[place + 3 :])
+
+    if {without_name(path) for path, _ in jax.tree.leaves_with_path(like)} != set(values):
+        return state
+    return jax.tree.map_with_path(lambda path, _: values[without_name(path)], like)
 
 
 class _Conversion(NamedTuple):

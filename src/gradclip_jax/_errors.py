@@ -144,6 +144,7 @@ def named(function: str, *, in_step: bool = True) -> Generator[None]:
             yield
     except ArgumentError as error:
         if not error.is_named:
-            is_inner = in_step and error.function  # raised by a public function
-            error.function, error.is_named = error.function if is_inner else function, in_step
+            if not (in_step and error.function):  # keep the name of an inner public function
+                error.function = function
+            error.is_named = in_step
         raise

@@ -3,8 +3,8 @@
 A step that rarely runs, such as the optimizer step of an accumulation, is the body of a
 `while_loop` with zero or one iterations, because XLA updates the carry of a loop in place.
 `lax.cond` copies the carry: a skipped AdamW step moves 14 N more bytes for N bytes of parameters.
-On CUDA, it is nevertheless used for small carries, because the host waits for the predicate of a
-loop, whereas XLA executes `lax.cond` in a CUDA graph (openxla/xla#23427). Micro-steps of ResNet-50
+On CUDA, small carries use `lax.cond`: the copy is cheap, and XLA executes it in a CUDA graph,
+whereas the host waits for the predicate of a loop (openxla/xla#23427). Micro-steps of ResNet-50
 with AdamW take 49.5 ms instead of 54.6 ms. With 124 M parameters, both take 167 ms (JAX 0.11.2,
 H100). `jnp.where` always computes the step, whose cost depends on the optimizer; with ResNet-50 and
 AdamW, it takes 51.8 ms.
@@ -78,13 +78,13 @@ def run_step(
     if not is_traced(predicate) and bool(predicate):
         return typed_step(carry, *operands)
     traced, (output, after) = trace(typed_step, carry, *operands)
-    traced = Partial(_call_with, traced, operands)
+    bound = Partial(_call_with, traced, operands)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
     for x, kind in zip(*map(jax.tree.leaves, (carry, after)), strict=True):
         check_equal_on_devices("updates", kind, varying_axes(x), "grads")
-    return _run(_loop_or_select if likely else _loop_or_cond, traced, traced, predicate, start)
+    return _run(_loop_or_select if likely else _loop_or_cond, bound, bound, predicate, start)
 
 
 def compute_step(
@@ -101,8 +101,8 @@ def compute_step(
 def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -> tuple[Tree, Tree]:
     """Return the results of `compute_step` if the predicate is true, else zeros and the carry.
 
-    Only differentiation evaluates the step again. Differentiating the selection would give NaN
-    if the derivative of a skipped step is infinite.
+    Derivatives evaluate the step again in a `lax.cond`, because the derivative of a selection is
+    NaN if that of the skipped step is infinite.
     """
     start = jax.tree.map(zeros_of_type, computed[0]), carry
     known = Partial(lambda computed, carry: computed, computed)
@@ -134,18 +134,23 @@ def like_dtypes(tree: Tree, reference: Tree) -> Tree:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(form: Callable[..., Tree], run: Partial, step: Partial, *args: Tree) -> Tree:
-    """Execute a step conditionally, and differentiate it like `lax.cond`.
+def _run(
+    form: Callable[..., Tree],
+    forward: Partial,
+    differentiated: Partial,
+    predicate: Array,
+    start: Tree,
+) -> Tree:
+    """Execute `forward` if the predicate is true, in one of the forms below; else return `start`.
 
-    `form` is a function `(run, predicate, (zeros, carry)) -> (output, carry)`, where `run` returns
-    the result of the step.
+    Derivatives are those of a `lax.cond` of `differentiated`, which computes the same values.
     """
-    return form(run, *args)
+    return form(forward, predicate, start)
 
 
 @_run.defjvp
 def _run_jvp(form: Callable[..., Tree], primals: Tree, tangents: Tree) -> Tree:
-    return jax.jvp(_cond, primals[1:], tangents[1:])
+    return jax.jvp(_cond, primals[1:], tangents[1:])  # without `forward`
 
 
 def _cond(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:

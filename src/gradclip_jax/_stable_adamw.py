@@ -21,7 +21,7 @@ from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
 from .norms._leaves import checked_leaves, flatten, is_inexact, wide_dtype
-from .norms._mesh import check_axis_name, replica_count, shard_axes
+from .norms._mesh import check_axis_name, num_devices, shard_axes
 from .norms._reduce import norm_of_leaves
 
 
@@ -149,7 +149,7 @@ def _zero_moment(param: Array) -> Array:
 
 def _rms(x: Array, axis_name: AxisName) -> Scalar:
     """Return the root mean square of a leaf, which may be sharded over mesh axes."""
-    size = x.size * replica_count(frozenset(), shard_axes(x, axis_name))
+    size = x.size * num_devices(shard_axes(x, axis_name))
     return norm_of_leaves([x], 2.0, axis_name) / math.sqrt(max(size, 1))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import check_number, is_float0, shortened
+from ._checks import check_number, is_float0, is_scalar, is_traced, shortened
 from ._devices import summand
 from ._errors import type_error
 from ._types import Array, Scalar, Tree
@@ -49,22 +49,22 @@ class WeightedSum(NamedTuple):
         can then move the all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
-        number = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
+        added_weight = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
 
-        def add(total: Array, x: Array) -> Array:
+        def add_leaf(total: Array, x: Array) -> Array:
             if is_float0(x):
                 return total
             # float16 cannot represent a weight of 70,000, and bfloat16 cannot represent 1,001.
             wide = wide_dtype(total.dtype)
-            x = summand(jnp.asarray(x), is_added).astype(wide)
+            term = summand(jnp.asarray(x), is_added).astype(wide)
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
             # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
             old = total if is_zeroed else jnp.where(is_empty, jnp.full_like(total, -0.0), total)
             old = old.astype(wide)
-            x = x if weight is None else x * number.astype(wide)
-            return reshard_like((old + x).astype(total.dtype), total)
+            term = term if weight is None else term * added_weight.astype(wide)
+            return reshard_like((old + term).astype(total.dtype), total)
 
-        return WeightedSum(jax.tree.map(add, self.total, tree), self.weight + number)
+        return WeightedSum(jax.tree.map(add_leaf, self.total, tree), self.weight + added_weight)
 
     def result(self, reduction: Reduction) -> Tree:
         """Return the mean or the sum, in the dtypes of the accumulator."""
@@ -97,7 +97,7 @@ def check_dtype(argument: str, value: Any) -> None:
         raise type_error(argument, rule, shortened(value), hint)
 
 
-def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike | None) -> DTypeLike:
+def sum_dtype(kind: DTypeLike, dtype: DTypeLike | None) -> DTypeLike:
     """Return the dtype of a sum of gradients of dtype `kind`; 64-bit dtypes are kept."""
     if dtype is None or jnp.finfo(kind).bits == 64:
         return kind
@@ -107,6 +107,7 @@ def accumulator_dtype(kind: DTypeLike, dtype: DTypeLike | None) -> DTypeLike:
 def as_weight(weight: Any) -> Scalar:
     """Convert a weight to float32[]; NaN is allowed, because guards skip it."""
     hint = "Pass the number of examples or tokens in the micro-batch."
-    if not (isinstance(weight, (float, np.floating)) and np.isnan(weight)):
+    is_known = is_scalar(weight, jnp.floating) and not is_traced(weight)
+    if not (is_known and weight != weight):
         check_number("weight", weight, hint, "[0, inf]")
     return jnp.asarray(weight, jnp.float32)

@@ -279,3 +279,23 @@ def test_skipped_spikes_of_the_version_with_one_state_for_each_guard_are_counted
     assert [int(x) for x in old[2:7:2]] == [1, 1, 4]
     converted = gcx.convert_state(tx, old, PARAMS)
     chex.assert_trees_all_equal(converted._replace(outcome=0), state._replace(outcome=0))
+
+
+@pytest.mark.parametrize("name", ["ema", "zscore", "percentile"])
+def test_histories_of_thresholds_of_the_version_without_names_of_rules_are_kept(name):
+    rule = getattr(gcx.thresholds, name)()
+    clip = gcx.clip_by_global_norm(rule)
+    tx = gcx.skip_spikes(optax.chain(clip, optax.adam(0.1)), norm=rule)
+    state, unnamed = tx.init(PARAMS), lambda named: next(iter(named.values()))
+    for _ in range(3):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    clips, *others = state.inner_state
+    guard = state.guards[0]
+    spikes = guard.rule_state._replace(
+        rules={key: unnamed(x) for key, x in guard.rule_state.rules.items()}
+    )
+    old = state._replace(
+        inner_state=(clips._replace(rules=tuple(map(unnamed, clips.rules))), *others),
+        guards=(guard._replace(rule_state=spikes),),
+    )
+    chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)

@@ -38,6 +38,7 @@ CLIPS = {
     "clip_grad_norm": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_norm(g, x)[0]),
     "clip_grad_value": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_value(g, x)),
     "stable_adamw": lambda x: gcx.stable_adamw(1e-3, clipping=x),
+    "learning rate": lambda x: gcx.stable_adamw(lambda step: x),
 }
 
 

@@ -16,8 +16,7 @@ from .._checks import call_user, check_callable, check_choice, check_transformat
 from .._errors import public
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
-from .._weighted_sum import REDUCTIONS, as_weight, check_dtype
-from .._weighted_sum import accumulator_dtype as sum_dtype
+from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, sum_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, sum_over, vary, varying_axes
 from ._outputs import AUX_REDUCTIONS, aux_leaves, empty_outputs, run_micro_batches
 from ._split import Split, bind_split, check_parts, with_weight_and_aux
@@ -225,7 +224,7 @@ class _MicroBatches(NamedTuple):
         """Sum each gradient over those of `axes` over which its parameter is replicated."""
 
         def all_reduced(grad: Array, param: Array) -> Array:
-            return sum_over(grad, varying_axes(grad) & self.axes - varying_axes(param))
+            return sum_over(grad, varying_axes(grad) & (self.axes - varying_axes(param)))
 
         return jax.tree.map(all_reduced, grads, self.params)
 

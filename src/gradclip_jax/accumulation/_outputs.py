@@ -100,7 +100,7 @@ def run_micro_batches(
             return x.astype(wide_dtype(x.dtype)) * scale
 
         terms = scaled(value), grads, {i: scaled(leaves[i]) for i in _averaged(aux)}
-        # The comparison with `num_done` keeps XLA from knowing the predicate; see `summand`.
+        # The first comparison is always true, but not a constant for XLA; see `summand`.
         is_added = (carry.num_done >= 0) & (scale != 0)
         new = _Carry(
             sums=carry.sums.add(terms, None, is_added, is_zeroed=True),

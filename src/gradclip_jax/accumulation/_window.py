@@ -100,7 +100,7 @@ def flush(
     leaves, structure = jax.tree.flatten(extra_args)
     static = tuple(None if is_array_like(x) else _Static(x) for x in leaves)
     traced = [x if other is None else None for x, other in zip(leaves, static, strict=True)]
-    updates, flushed = _flush(tx, (static, structure), arrays, plain_arrays(params), traced)
+    updates, flushed = _flush(tx, static, structure, arrays, plain_arrays(params), traced)
     return with_structure_of(params, updates), with_structure_of(state, flushed)
 
 
@@ -121,21 +121,21 @@ class _Static(NamedTuple):
         return isinstance(other, _Static) and self.value == other.value
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _flush(
     tx: optax.GradientTransformation,
-    static: tuple[tuple[_Static | None, ...], Any],
+    static: tuple[_Static | None, ...],
+    structure: Any,
     state: Tree,
     params: Tree,
     traced: list[Any],
 ) -> tuple[Tree, Tree]:
     """Return the updates and the state of a call that passes no gradient and closes the window.
 
-    `static` contains the extra arguments that are not arrays, and the structure of all extra
-    arguments; `traced` contains the extra arguments that are arrays.
+    `static` contains the leaves of the extra arguments that are not arrays, `traced` those that are
+    arrays, and `structure` is the structure of the extra arguments.
     """
-    others, structure = static
-    leaves = [y if x is None else x.value for x, y in zip(others, traced, strict=True)]
+    leaves = [y if x is None else x.value for x, y in zip(static, traced, strict=True)]
     extra_args = jax.tree.unflatten(structure, leaves)
     windows = _accumulations(state)
     is_open = jnp.stack([x.mini_step for x in windows]).any()
@@ -156,22 +156,21 @@ def _flush(
 
     def close(state: Tree) -> tuple[Tree, Tree]:
         no_gradient = jax.tree.map(zero, params_of(params))
-        ours = {"weight": jnp.zeros((), jnp.float32), "flush": True}
-        updates, flushed = update(no_gradient, state, params, **ours, **extra_args)
+        closing = {"weight": jnp.zeros((), jnp.float32), "flush": True}
+        updates, flushed = update(no_gradient, state, params, **closing, **extra_args)
         return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
 
     return run_step(is_open, close, _without_outcomes(state))
 
 
+@jax.jit  # outside jit, constants would be transferred to the device one by one
 def _without_outcomes(state: Tree) -> Tree:
     """Return a state in which `has_updated` is False."""
-    return replace_states(state, WrapperState, _without_outcome)
 
+    def without(node: WrapperState) -> WrapperState:
+        return node._replace(outcome=jnp.zeros_like(node.outcome))
 
-@jax.jit  # outside jit, constants would be transferred to the device one by one
-def _without_outcome(node: WrapperState) -> WrapperState:
-    """Return a wrapper state without the flags of its last call."""
-    return node._replace(outcome=jnp.zeros_like(node.outcome))
+    return replace_states(state, WrapperState, without)
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:

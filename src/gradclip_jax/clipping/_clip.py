@@ -17,7 +17,7 @@ from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import PerGroup
 from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
-from ..norms._mesh import check_axis_name, max_over, replica_count, shard_axes, sum_over
+from ..norms._mesh import check_axis_name, max_over, num_devices, shard_axes, sum_over
 from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
 from ._threshold import Rule, Threshold, apply_rules, as_rule, init_rules
@@ -108,7 +108,7 @@ def clip_grad_norm(
     else:
         grad_norm = _checked_norm(norm).astype(dtype)
     factor = scale_factor(grad_norm, jnp.asarray(limit, dtype))
-    factor = jnp.where(jnp.isfinite(grad_norm), factor, jnp.nan)
+    factor = _nan_unless(factor, jnp.isfinite(grad_norm))
     factors = broadcast_scalar(factor, leaves.arrays)
     return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), grad_norm
 
@@ -152,14 +152,14 @@ def norm_clip(
             return _init_state(rules, labels, len(labels))
         leaves = inexact_shapes(params)
         groups = granularity.partition(leaves, params)
-        return _init_state(rules, groups.labels, groups.count(leaves))
+        return _init_state(rules, groups.labels, groups.num_norms(leaves))
 
     def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, ClipState]:
         leaves = checked_leaves("updates", updates)
         groups = granularity.partition(leaves.arrays, updates)
         if labels is not None:
             groups = select_labels(argument, groups, labels)
-        # Norms of slices differ between devices; all other norms are already reduced.
+        # Only local norms, such as those of rows, may differ between devices.
         norm_axes = axis_name if groups.is_local else ()
 
         norms = group_norms(leaves.arrays, groups, order, axis_name)
@@ -176,6 +176,7 @@ def norm_clip(
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
         is_finite = jnp.isfinite(total)
+        # Without a state, `update(grads, None)` is allowed if no rule has a state.
         states = state.rules if isinstance(state, ClipState) else ()
         thresholds, states = apply_rules(argument, rules, norms, param_norms, states, is_finite)
         factors = factors_of(norms, thresholds, reaction)
@@ -235,14 +236,14 @@ def _metrics(
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
     all_mesh_axes = frozenset[str]().union(*mesh_axes)
     if all_mesh_axes:
-        # `max_over` returns infinity for NaN.
+        # The minimum is a negated maximum. `max_over` turns NaN into infinity, so -inf means NaN.
         lowest = -max_over(-jnp.stack([bound, factor]), all_mesh_axes)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
         num_clipped = sum_over(_num_clipped_here(factors, mesh_axes), all_mesh_axes)
     else:
         num_clipped = factors.count(_is_clipped)
     columns = zip(factors.arrays, mesh_axes, strict=True)
-    size = sum(x.size * replica_count(frozenset(), axes) for x, axes in columns)
+    size = sum(x.size * num_devices(axes) for x, axes in columns)
     fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
     metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
     if factors.groups.labels:
@@ -256,7 +257,7 @@ def _num_clipped_here(factors: PerGroup, mesh_axes: Sequence[frozenset[str]]) ->
     """Return the number of clipped norms on this device, each divided by its number of replicas."""
     everywhere = frozenset[str]().union(*mesh_axes)
     counts = [
-        jnp.sum(_is_clipped(x)) / replica_count(axes, everywhere)
+        jnp.sum(_is_clipped(x)) / num_devices(everywhere - axes)
         for x, axes in zip(factors.arrays, mesh_axes, strict=True)
     ]
     return jnp.sum(jnp.stack(counts))

@@ -31,7 +31,8 @@ def scale_factor(norm: Array, threshold: Array) -> Array:
     """Return `min(1, threshold / norm)`; 0 for a threshold <= 0, and NaN for a NaN threshold."""
     threshold = jnp.maximum(threshold, 0)
     is_above = norm > threshold
-    # Divide last, because XLA:CPU recomputes cheaper operations in every kernel that reads them.
+    # End with the division, because XLA:CPU recomputes cheaper operations in each kernel that reads
+    # the factor. `sign` is 1, or 0 or NaN for such a threshold.
     numerator = jnp.where(is_above, threshold, jnp.sign(threshold))
     # Without this selection, the derivative at a norm of zero would be NaN.
     return numerator / jnp.where(is_above, norm, 1)
@@ -41,7 +42,7 @@ def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
     """Return the factor of a reaction: 1 without a threshold, and 0 for a threshold <= 0.
 
     A user-defined reaction receives only finite norms, and positive, finite thresholds. Its factor
-    is clamped to [0, 1], because a traced number cannot raise.
+    is clamped to [0, 1], because a traced factor cannot be checked.
     """
     if reaction == "scale":
         return scale_factor(norm, threshold)
@@ -105,10 +106,11 @@ def clamp_leaf(x: Array, high: Number, low: Number | None) -> Array:
     If `high` <= 0, the result is zero.
     """
     wide = x.astype(wide_dtype(x.dtype))
-    given, high = jnp.asarray(high, wide.dtype), jnp.maximum(jnp.asarray(high, wide.dtype), 0)
+    bound = jnp.asarray(high, wide.dtype)
+    high = jnp.maximum(bound, 0)
     if low is None:
         low = -high
     else:
-        low = jnp.where(given > 0, jnp.minimum(jnp.asarray(low, wide.dtype), high), 0)
+        low = jnp.where(bound > 0, jnp.minimum(jnp.asarray(low, wide.dtype), high), 0)
     is_within = (wide >= low) & (wide <= high)
     return jnp.where(is_within, x, jnp.clip(wide, low, high).astype(x.dtype))

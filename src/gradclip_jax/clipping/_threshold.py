@@ -98,11 +98,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
         return jnp.zeros((), jnp.int32)
 
     def update(norm: Array, count: Array, param_norm: Array | None) -> tuple[Array, Array]:
-        value = call_schedule(argument, schedule, count)
-        is_array = isinstance(value, jax.Array)
-        hint = "Return a positive number, or inf for no threshold."
-        value = value if is_array else check_number(argument, value, hint, "[-inf, inf]")
-        return jnp.asarray(value), increment_where(count)
+        return jnp.asarray(call_schedule(argument, schedule, count)), increment_where(count)
 
     return Rule(init, update, allow_negative=True, counts_nonfinite=True, name="schedule")
 
@@ -124,7 +120,7 @@ def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
 
 
 def check_arity(argument: str, rule: Rule) -> None:
-    """Raise if the functions of a rule have other numbers of arguments."""
+    """Raise if `init` or `update` of a rule cannot be called with its arguments."""
     for name, fun, arguments in (
         ("init", rule.init, ("zeros",)),
         ("update", rule.update, ("norm", "state", "param_norm")),
@@ -160,7 +156,8 @@ def apply_rule(
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
-    The state changes only if all norms and `is_finite`, the other norms of the step, are finite.
+    Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite;
+    `is_finite` is about the norms that this rule does not receive.
     """
     if rule.init is None:
         value, old_state = norm, ()

@@ -491,10 +491,11 @@ def adagc(
         factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(bound, UNBOUNDED))
         scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
         thresholds, state = rule.update(scaled, state, None)
-        return jnp.where(scaled < norms, jnp.minimum(scaled, thresholds), thresholds), state
+        # In the warm-up, the threshold of a norm is its value after the clip by global norm.
+        return jnp.where(scaled < norms, scaled, thresholds), state
 
-    both = dataclasses.replace(rule, update=update, name="adagc")
-    return norm_clip("relative", both, layer(num_layer_axes), axis_name=axis_name)
+    adagc_rule = dataclasses.replace(rule, update=update, name="adagc")
+    return norm_clip("relative", adagc_rule, layer(num_layer_axes), axis_name=axis_name)
 
 
 class ClampState(NamedTuple):

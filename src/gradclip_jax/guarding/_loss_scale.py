@@ -91,6 +91,7 @@ def scale_loss(state: Tree, loss: ArrayLike) -> Array:
     value = value.astype(wide_dtype(value.dtype))
     scale = jnp.asarray(plain_arrays(scales[0][1].loss_scale), value.dtype)
     constant = lax.stop_gradient(value)
+    # `value - constant` is 0 with derivative 1.
     return constant + scale * (value - constant)
 
 

@@ -22,7 +22,7 @@ from .._checks import check_choice, is_scalar
 from .._devices import fusion_barrier, tree_reduce
 from .._errors import public
 from .._states import is_own_state
-from .._types import UNBOUNDED, Array, AxisName, Count, Scalar, Tree
+from .._types import UNBOUNDED, Array, AxisName, Count, Path, Scalar, Tree
 from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mask import Mask, broadcast_mask
 from ..norms._mesh import max_over, shard_axes
@@ -198,18 +198,25 @@ def is_finite_step(
     rows += [(path, x, old) for (path, x), old in pairs]
     flags: dict[Hashable, Array] = {}
     for path, x, old in rows:
-        # The path of a moment ends with the path of its parameter.
-        suffixes = [path[i:] for i in range(len(path) + 1)]
-        place = next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
-        if not is_inexact(x) or place in excluded:
+        parameter = _parameter_of(path, x, shapes)
+        if not is_inexact(x) or parameter in excluded:
             continue
-        bad = jnp.isnan(x) if place is None and np.ndim(x) == 0 else is_nonfinite(x)
+        bad = jnp.isnan(x) if parameter is None and np.ndim(x) == 0 else is_nonfinite(x)
         if old is not None:
             bad = lax.bitwise_and(bad, lax.bitwise_not(is_nonfinite(old)))
         # Combine the update and the moments of a parameter, so that XLA reads them once.
-        key = len(flags) if place is None else (place, jax.typeof(bad))
+        key = len(flags) if parameter is None else (parameter, jax.typeof(bad))
         flags[key] = lax.bitwise_or(flags[key], bad) if key in flags else bad
     return ~_is_any(list(flags.values()), axis_name)
+
+
+def _parameter_of(path: Path, x: Array, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
+    """Return the path of the parameter whose update or moment is `x`, or None.
+
+    The path of a moment ends with the path of its parameter.
+    """
+    suffixes = [path[i:] for i in range(len(path) + 1)]
+    return next((y for y in suffixes if shapes.get(y) == np.shape(x)), None)
 
 
 def _without_measurements(state: Tree) -> Tree:
@@ -238,9 +245,9 @@ def is_nonfinite(x: Array) -> Array:
     if info.bits < 32:
         # XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one. Scale the
         # values so that float32 overflows between the largest finite value of the narrow dtype and
-        # the smallest value that rounds to infinity.
-        largest = float(info.max) * (1 + float(info.eps) * 3 / 16)
-        x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / largest)
+        # the smallest value that rounds to infinity, which is larger by a factor of 1 + eps / 4.
+        limit = float(info.max) * (1 + float(info.eps) * 3 / 16)
+        x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / limit)
     return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long
 
 

@@ -54,10 +54,6 @@ UNLEARNED = 5 * BLOCK
 above the first BLOCK ones. Noise with a correlation of 0.9 from row to row does this in 1 of 100
 runs."""
 
-FLAT = 1.1
-"""A run that does not learn is flat if its losses differ by less than this factor. A value loss of
-reinforcement learning is not: its first values are arbitrary, and it is as noisy as the return."""
-
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """The flags of rows that are incidents even if no number in them is unusual."""
 
@@ -160,7 +156,9 @@ class Losses:
         if not is_complete or rest.min() <= highest:
             return {}
         text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first {BLOCK}"
-        is_flat = bool(self.start.max() < FLAT * self.start.min())
+        # A value loss of reinforcement learning is not flat: its first values are arbitrary, and it
+        # is as noisy as the return.
+        is_flat = bool(self.start.max() < RATIO["loss"] * self.start.min())
         return {last: LossRise(f"{text}, {highest:.3g}", float(highest), is_flat=is_flat)}
 
 
@@ -250,7 +248,7 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
     if x.loss_rise:
         yield Fault("risen", x.loss_rise.text)
         if x.loss_rise.is_flat:
-            yield Fault("flat", f"all losses are within a factor of {FLAT}")
+            yield Fault("flat", f"all losses are within a factor of {RATIO['loss']}")
     if x.tap_rises.any():
         name = x.tap_names[int(np.argmax(x.tap_rises))]
         yield Fault("tap", f"RMS of the {name} rose {_ratio(x.tap_rises)} times")
@@ -346,7 +344,7 @@ class Detector:
         for t in np.flatnonzero(np.any(found, axis=1)).tolist():
             thresholds = self.outliers.thresholds(t)
             for limit, (column, flag) in zip(rows.limits[t], skips.items(), strict=True):
-                if rows.outcome[t] & flag:
+                if rows.outcome[t] & flag and limit != 0:  # it is 0 in rows of a log
                     thresholds[column] = limit
             yield Findings(
                 place=self.count + t,

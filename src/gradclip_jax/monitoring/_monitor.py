@@ -166,34 +166,10 @@ class Monitor:
         if self._is_resumed and not self._has_read:
             check_same_log(self.report)
         with self._unchanged_on_error():
-            if names != self.names:  # the names of clips are in the state
-                self.names, self.rows = names, rows.take(slice(0))
-            step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
-            is_repeated = step == rows.end == self.report.step and row.values is not self._values
-            if is_repeated and self.report.action in ("rewind", "lower"):
-                # The run may repeat exactly after a rewind to `good_step`.
-                step = self.report.good_step or 0
-            self._values = row.values
-            if step < self.report.step:
-                lines.append({"step": step, "rewind_to": step})
-                incidents += self._go_back(step)
-            rows = rows.take(rows.step >= step)
-            self._has_read |= len(rows.step) > 0
-            incidents += self._detector.update(rows)
-            self.incidents = [*self.incidents, *incidents]
-            self._recent = [*self._recent[-_KEPT:], *incidents]
-            self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
-
-            last = self._policy.last
-            report = self._policy.update(self.rows, self._recent, step, saved)
-            lost = int(min(rows.step, default=step)) - step
-            report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
-            if self._user_policy is not None:
-                report = self._policy.replace(last, self._user_policy(report))
-            self.report = agreed(report)
-
+            is_same_state, self._values = row.values is self._values, row.values
+            rows, step, lines, incidents = self._append(rows, names, is_same_state)
             # The decision comes first: a process that is killed here can continue without the rows.
-            if self._policy.last is not last:
+            if self._decide(rows, step, incidents, saved):
                 lines.append(dict(zip(DECISION, self.report, strict=False)))
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
@@ -221,6 +197,46 @@ class Monitor:
         """Continue after these rows."""
         self.names, self.rows, self._detector = names, rows, Detector(names)
         self._recent = self._detector.update(rows)
+
+    def _append(
+        self, rows: Rows, names: Names, is_same_state: bool
+    ) -> tuple[Rows, int, list[Line], list[Incident]]:
+        """Append the new ones of these rows, after the run has perhaps gone back.
+
+        Returns:
+            The new rows, their first step, a line of the log if the run has gone back, and the
+            incidents.
+        """
+        if names != self.names:  # the names of clips are in the state
+            self.names, self.rows = names, rows.take(slice(0))
+        step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
+        is_repeated = step == rows.end == self.report.step and not is_same_state
+        if is_repeated and self.report.action in ("rewind", "lower"):
+            # The run may repeat exactly after a rewind to `good_step`.
+            step = self.report.good_step or 0
+        if step < self.report.step:
+            lines.append({"step": step, "rewind_to": step})
+            incidents += self._go_back(step)
+        rows = rows.take(rows.step >= step)
+        self._has_read |= len(rows.step) > 0
+        incidents += self._detector.update(rows)
+        self.incidents = [*self.incidents, *incidents]
+        self._recent = [*self._recent[-_KEPT:], *incidents]
+        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
+        return rows, step, lines, incidents
+
+    def _decide(
+        self, rows: Rows, step: int, incidents: list[Incident], saved: list[int] | None
+    ) -> bool:
+        """Set the report after the new rows; return whether it has a new decision."""
+        last = self._policy.last
+        report = self._policy.update(self.rows, self._recent, step, saved)
+        lost = int(min(rows.step, default=step)) - step
+        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+        if self._user_policy is not None:
+            report = self._policy.replace(last, self._user_policy(report))
+        self.report = agreed(report)
+        return self._policy.last is not last
 
     def _first_new(self, rows: Rows) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.

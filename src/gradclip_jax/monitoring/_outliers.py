@@ -57,7 +57,8 @@ for other columns, which are many or lead to a rewind. With more, heavy tails ar
 RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.4}
 """Smallest ratio of an outlier to its level, and of a lasting rise: the gradient norm of the tree,
 other norms and taps, and the loss. With less, noise without any effect is reported. In the first
-WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as well. A loss
+WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as well. A run
+that does not learn is flat if its losses differ by less than RATIO["loss"]. A loss
 that has fallen, and then rises for good above RATIO["tree"] times its level, has diverged. A value
 loss, which grows with the return of a policy, takes more rows to rise so far."""
 

@@ -333,11 +333,13 @@ class WatchUpdate(InPlaceUpdate):
         update = self.inner.update
         if not isinstance(update, InPlaceUpdate):
             updates, state = self(grads, state, params, **extra_args)
-            return apply_updates(params, updates), state, observe and observe(updates, params)
+            observed = None if observe is None else observe(updates, params)
+            return apply_updates(params, updates), state, observed
         units = self._units(grads, state, params)
 
         def measure(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
-            return self._measure_step(units, updates, params), observe and observe(updates, params)
+            observed = None if observe is None else observe(updates, params)
+            return self._measure_step(units, updates, params), observed
 
         new_params, inner_state, (step_sums, observed) = update.apply(
             grads, state.inner_state, params, extra_args, measure
@@ -384,7 +386,7 @@ class WatchUpdate(InPlaceUpdate):
         sums = sums_of_gradient(units)
         step_sums = jnp.zeros_like(sums) if step_sums is None else step_sums
         norms = norm_table(sums, step_sums, units.groups)
-        # The gradient was multiplied by the loss scale before the call.
+        # The scale in the old state, by which the loss of this gradient was multiplied.
         norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
@@ -546,8 +548,8 @@ def _outcome(
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
     has_window = bool(find_states(inner_state, AccumulationState))
     # Without an accumulation, the inner transformation may read another `weight`.
-    is_given = micro_batch_of(extra_args).is_given if has_window else True
-    flags |= jnp.where(is_given, int(Outcome.HAS_GRADIENT), 0)
+    has_gradient = micro_batch_of(extra_args).passes_gradient if has_window else True
+    flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {
         Outcome.HAS_UPDATE | Outcome.HAS_PARAMETER: with_step,
@@ -569,6 +571,6 @@ def _written(state: WatchState, values: RowValues) -> WatchState:
     # With explicit mesh axes, norms of sharded leaves have the mesh in their type.
     rows = reshard_like(rows, row)
     next_count = jnp.asarray(optax.safe_increment(state.step_count))
-    # The place depends on the next count, with which the row is read, even if it saturates.
+    # `last_row` reads at `step_count - 1`. Write there, so that both agree if the count saturates.
     rows = lax.dynamic_update_slice_in_dim(rows, row, (next_count - 1) % len(rows), 0)
     return state._replace(step_count=next_count, rows=state.rows._replace(values=rows))

@@ -23,9 +23,9 @@ class NormGroups(NamedTuple):
     """Which elements of the inexact leaves of a tree share a norm.
 
     Attributes:
-        group_of_leaf: For each leaf, the index of its groups in `PerGroup.arrays`; None if the leaf
-            belongs to no group.
-        size: Number of arrays in `PerGroup.arrays`.
+        group_of_leaf: For each leaf, the index of the array in `PerGroup.arrays` that contains its
+            norm or norms; None if it has none.
+        num_arrays: Number of arrays in `PerGroup.arrays`.
         labels: Labels of groups of leaves.
         axes: The axes of each leaf over which the norm of a slice is computed, if groups are
             slices; None if groups consist of whole leaves.
@@ -34,16 +34,16 @@ class NormGroups(NamedTuple):
     """
 
     group_of_leaf: tuple[int | None, ...]
-    size: int
+    num_arrays: int
     labels: tuple[Hashable, ...] = ()
     axes: tuple[Axes, ...] | None = None
     is_local: bool = False
     is_rms: bool = False
 
-    def count(self, leaves: Sequence[Array]) -> int:
+    def num_norms(self, leaves: Sequence[Array]) -> int:
         """Return the number of norm groups of a tree with these inexact leaves."""
         if self.axes is None:
-            return self.size
+            return self.num_arrays
         return sum(map(num_slices, leaves, self.axes))
 
 
@@ -87,7 +87,7 @@ class PerGroup:
     def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
         """Apply an elementwise function to the numbers of each group.
 
-        All groups share those of `others` that are scalars.
+        A scalar in `others` is used for every group.
         """
         columns = [x.arrays if isinstance(x, PerGroup) else [x] * len(self.arrays) for x in others]
         return PerGroup(map_arrays(fun, self.arrays, *columns), self.groups)
@@ -132,4 +132,5 @@ class PerGroup:
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     """Split a vector, such as that of `PerGroup.vector`, into arrays like the given ones."""
     parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
+    # Without arrays, `jnp.split` returns one empty part.
     return [reshard_like(part.reshape(x.shape), x) for part, x in zip(parts, like, strict=False)]

@@ -57,15 +57,15 @@ def check_axis_name(axis_name: object, argument: str = "axis_name") -> None:
         raise type_error(argument, "a string, a tuple of strings or None", repr(axis_name), hint)
 
 
-def replica_count(axes: frozenset[str], everywhere: frozenset[str]) -> int:
-    """Return how many devices along `everywhere` share a value that varies over `axes`."""
-    return math.prod(map(lax.axis_size, everywhere - axes))
+def num_devices(axes: frozenset[str]) -> int:
+    """Return the number of devices along mesh axes."""
+    return math.prod(map(lax.axis_size, axes))
 
 
 def check_equal_on_devices(argument: str, x: Any, axes: frozenset[str], averaged: str) -> None:
     """Raise if a value varies over mesh axes that are not in `axes`.
 
-    The hint of the error recommends to average the expression `averaged` over these axes.
+    `averaged` is the expression that the error tells the user to average over these axes.
     """
     others = varying_axes(x) - axes
     if others:

@@ -16,7 +16,7 @@ from .._devices import MAX_STACKED_SIZE, map_arrays, stack, stackable, tree_redu
 from .._types import Array, AxisName, Scalar, Tree
 from ._groups import Axes, NormGroups, PerGroup, num_slices, slice_groups, split, tree_groups
 from ._leaves import norm_dtype, wide_dtype
-from ._mesh import max_over, replica_count, shard_axes, sum_over
+from ._mesh import max_over, num_devices, shard_axes, sum_over
 
 
 def norm_of_leaves(leaves: Sequence[Array], ord: float, axis_name: AxisName) -> Scalar:
@@ -120,19 +120,19 @@ def reduce_groups(
         is_sum: Whether to sum the terms of the leaves instead of returning the largest one.
 
     Returns:
-        An array like `PerGroup.arrays` for the norm groups.
+        One array for each entry of `PerGroup.arrays`.
     """
     leaf_axes = groups.axes or [tuple(range(x.ndim)) for x in leaves]
     mesh_axes = [shard_axes(x, () if groups.is_local else axis_name) for x in leaves]
     all_mesh_axes = frozenset[str]().union(*mesh_axes)
-    parts: list[list[Array]] = [[] for _ in range(groups.size)]
+    parts: list[list[Array]] = [[] for _ in range(groups.num_arrays)]
     rows = zip(groups.group_of_leaf, leaf_axes, mesh_axes, leaves, *columns, strict=True)
     for group, axes, own_mesh_axes, x, *others in rows:
         if group is None:
             continue
         part = terms(x, axes, *others)
         if is_sum and own_mesh_axes != all_mesh_axes:  # the all-reduce adds all replicas
-            part = part / replica_count(own_mesh_axes, all_mesh_axes)
+            part = part / num_devices(all_mesh_axes - own_mesh_axes)
         parts[group].append(part)
     zero = jnp.zeros((), norm_dtype(leaves))  # for a group without leaves
     reduce = jnp.sum if is_sum else jnp.max
@@ -207,7 +207,7 @@ def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisN
     """Divide the norm of each slice of each leaf by the root of its number of elements."""
     roots: list[Array] = []
     for x, axes, norm in zip(leaves, norms.groups.axes or (), norms.arrays, strict=True):
-        num_shards = replica_count(frozenset(), shard_axes(x, axis_name))
+        num_shards = num_devices(shard_axes(x, axis_name))
         size = num_shards * math.prod(x.shape[i] for i in axes)
         roots.append(jnp.asarray(math.sqrt(max(size, 1)), norm.dtype))
     return norms.map(jnp.divide, PerGroup(roots, norms.groups))

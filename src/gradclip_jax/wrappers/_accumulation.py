@@ -23,7 +23,7 @@ from .._checks import (
 from .._errors import type_error
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
-from .._weighted_sum import Reduction, WeightedSum, accumulator_dtype, as_weight
+from .._weighted_sum import Reduction, WeightedSum, as_weight, sum_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
 from ._guard import ExtraArgs, as_loss, is_gradient, loss_argument, params_of
 
@@ -52,7 +52,7 @@ class AccumulationState(NamedTuple):
     loss: WeightedSum
 
     @property
-    def has_weight(self) -> Scalar:
+    def has_positive_weight(self) -> Scalar:
         """Whether the window contains a micro-batch of positive weight."""
         return self.gradient.weight > 0
 
@@ -79,24 +79,24 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         weight: Weight of the micro-batch, float32[]; 1 if no weight was passed.
-        has_weight: Whether a weight was passed.
+        is_weight_passed: Whether a weight was passed.
         flush: Whether the window closes in this call, bool[].
         extra_args: Extra arguments of `update`, except for `weight` and `flush`.
     """
 
     weight: Scalar
-    has_weight: bool
+    is_weight_passed: bool
     flush: Scalar
     extra_args: ExtraArgs
 
     @property
-    def is_given(self) -> Scalar:
+    def passes_gradient(self) -> Scalar:
         """Whether the call passes a gradient; the function `flush` passes zeros of weight 0."""
         return ~(self.flush & (self.weight == 0))
 
     @property
-    def is_weighted(self) -> Scalar:
-        """Whether the weight is not 0, or is NaN, which guards reject."""
+    def counts(self) -> Scalar:
+        """Whether the weight is not 0. It may be NaN, which guards reject."""
         return self.weight != 0
 
 
@@ -154,7 +154,7 @@ class Accumulation(NamedTuple):
             kind = jnp.result_type(param)
             if not jnp.issubdtype(kind, jnp.inexact):
                 return jnp.zeros((), self.dtype)  # unused
-            return jnp.zeros_like(param, accumulator_dtype(kind, self.dtype))
+            return jnp.zeros_like(param, sum_dtype(kind, self.dtype))
 
         counts = ("mini_step", "gradient_step", "micro_batch_count", "empty_windows")
         total = () if self.needs_no_sum else jax.tree.map(empty, params_of(params))
@@ -170,16 +170,16 @@ class Accumulation(NamedTuple):
         self, state: AccumulationState, grads: Tree, batch: MicroBatch, accepted: Scalar | bool
     ) -> tuple[AccumulationState, Scalar]:
         """Add a micro-batch unless a guard rejected it; return whether the window closes."""
-        arrived = batch.is_given & accepted
+        arrived = batch.passes_gradient & accepted
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
-        # The comparison with `mini_step` keeps XLA from knowing the predicate; see `summand`.
-        is_added = arrived & batch.is_weighted & (mini_step > 0)
+        # The last comparison is always true, but not a constant for XLA; see `summand`.
+        is_added = arrived & batch.counts & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
-            weight = batch.weight if batch.has_weight else None
+            weight = batch.weight if batch.is_weight_passed else None
             gradient = gradient.add(grads, weight, is_added)
         else:
             gradient = WeightedSum((), jnp.where(is_added, batch.weight, 0))
@@ -207,13 +207,13 @@ class Accumulation(NamedTuple):
         """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
 
         The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
-        The third result takes the place of the sum, which is not read again. It is the gradient
-        itself, so that no other buffer is needed.
+        The third result is the new content of the buffer of the sum, which is not read again: the
+        gradient itself, so that XLA needs no second buffer.
         """
-        total = state.gradient.total
+        buffer = state.gradient.total
         if self.has_sum(state):
-            total = state.gradient.result(self.reduction)
-            gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, total)
+            buffer = state.gradient.result(self.reduction)
+            gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, buffer)
         else:  # the gradient keeps its dtype
             gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
         extra_args = dict(batch.extra_args)
@@ -222,13 +222,13 @@ class Accumulation(NamedTuple):
             extra_args[name] = state.loss.result(self.reduction)
         if is_gradient(extra_args, gradient):
             extra_args["grad"] = gradient
-        return gradient, extra_args, total
+        return gradient, extra_args, buffer
 
     def finish(
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
         """Return the state after the call, with the counts of windows and steps."""
-        is_empty = closes & ~state.has_weight
+        is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),
             empty_windows=increment_where(state.empty_windows, is_empty),

@@ -100,7 +100,7 @@ class _StepResult(NamedTuple):
     Attributes:
         updates: The updates; None if they were added to the parameters.
         measured: The measurements of `observe`, or None.
-        skips: For each guard, the flags with which it skips the step.
+        skips: For each guard, outer guards first, the flags with which it skips the step.
         findings: What the guards inside the accumulation found in the gradient.
     """
 
@@ -134,7 +134,7 @@ def execute(
     | call | consecutive skips | state of a guard |
     | --- | --- | --- |
     | the inner transformation ran | 0 | updated if the guard accepted a gradient in this call |
-    | the gradient was only accumulated | unchanged | the same |
+    | the gradient was only accumulated | unchanged | updated in guards that accepted it |
     | a skip, or a window without weight | + 1 | updated only in the guard that skipped |
 
     Guards around an accumulation do not check micro-batches of weight 0, which it ignores.
@@ -171,7 +171,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
 
-    # Arrays whose zeros `step` creates are operands; see `run_step`. Others may be closed over.
+    # `step` makes zeros like these arrays, so they are operands; see `run_step`.
     def step(
         carry: tuple[Tree, _Carry], window: AccumulationState, grads: Tree, params: Tree
     ) -> tuple[_StepResult, tuple[Tree, _Carry]]:
@@ -180,8 +180,10 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
         result, updated = _take_step(call._replace(params=params), mean, updated, others)
         return result, (total, updated)
 
-    takes_step = closes & window.has_weight
-    each_is_a_window = not (accumulation.has_sum(window) or wrappers.outer or batch.has_weight)
+    takes_step = closes & window.has_positive_weight
+    each_is_a_window = not (
+        accumulation.has_sum(window) or wrappers.outer or batch.is_weight_passed
+    )
     result, (total, carry) = run_step(
         True if each_is_a_window else takes_step,  # known at trace time: without a branch
         step,
@@ -192,9 +194,9 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     )
 
     has_run = takes_step & is_accepted_by_all(result.skips)
-    is_accumulated = is_accepted & batch.is_given & ~closes
-    is_used = is_accepted & batch.is_weighted & (is_accumulated | has_run)
-    # A guard around the accumulation skips the micro-batch or, at the latest, the window.
+    is_accumulated = is_accepted & batch.passes_gradient & ~closes
+    is_used = is_accepted & batch.counts & (is_accumulated | has_run)
+    # A guard around it may reject the micro-batch, the window or, with `flush`, both: one skip.
     num_outer = len(wrappers.outer)
     outer_skips = [x | y for x, y in zip(found.skips, result.skips[:num_outer], strict=True)]
     inner_skips, inner_found = result.skips[num_outer:], result.findings
@@ -205,10 +207,10 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
             wrappers.guards, state.guards, inner_skips, inner_found.observed, has_run
         ),
         inner_state=carry.inner_state,
-        grad_norm=_last_norm(call, found, batch.is_weighted, inner_found, takes_step),
+        grad_norm=_last_norm(call, found, batch.counts, inner_found, takes_step),
     )
     flags = flag_where(Outcome.ACCUMULATED, is_accumulated)
-    flags |= flag_where(Outcome.EMPTY_WINDOW, closes & ~window.has_weight)
+    flags |= flag_where(Outcome.EMPTY_WINDOW, closes & ~window.has_positive_weight)
     after = _with_outcome(call, after, [*outer_skips, *inner_skips], has_run, flags)
     return Result(result.updates, result.measured, carry.params, after)
 
@@ -219,16 +221,16 @@ def _check_micro_batch(call: _Call, batch: MicroBatch) -> tuple[Tree, _Findings]
     checks = [guard.check_micro_batch or guard.check for guard in guards]
     extra_args = batch.extra_args | {"weight": batch.weight}
     grads, found = _receive(guards, checks, call.state.outer, call.grads, call.params, extra_args)
-    skips = [jnp.where(batch.is_weighted, skip, 0) for skip in found.skips]
+    skips = [jnp.where(batch.counts, skip, 0) for skip in found.skips]
     return grads, found._replace(skips=skips)
 
 
 def _last_norm(
-    call: _Call, micro_batch: _Findings, is_weighted: Scalar, window: _Findings, takes_step: Scalar
+    call: _Call, micro_batch: _Findings, counts: Scalar, window: _Findings, takes_step: Scalar
 ) -> Scalar | None:
     """Return the last gradient norm of the outermost guard, from this call or an earlier one."""
     if call.wrappers.outer:
-        norm, is_measured = micro_batch.norm, is_weighted
+        norm, is_measured = micro_batch.norm, counts
     else:
         norm, is_measured = window.norm, takes_step
     if norm is None or call.state.grad_norm is None:
@@ -276,26 +278,27 @@ def _take_step(
     checks_step = any(guard.check_step for guard in wrappers.all_guards)
 
     def run(carry: _Carry) -> tuple[tuple[Tree, Tree], _Carry]:
-        before, state = carry
-        current = params if before is None else before
-        arguments = received, state, current, extra_args
+        in_place_params, inner_state = carry
+        current = params if in_place_params is None else in_place_params
+        arguments = received, inner_state, current, extra_args
         updates, after = run_inner(wrappers, *arguments)
-        if before is None:
+        if in_place_params is None:
             updates = updates_for_caller(wrappers, updates, call.grads, *arguments)
             return (updates, None), _Carry(None, after)
-        measured = None if call.observe is None else call.observe(updates, before)
-        new = apply_updates(before, updates)
-        return (updates if checks_step else None, measured), _Carry(new, after)
+        measured = None if call.observe is None else call.observe(updates, in_place_params)
+        new_params = apply_updates(in_place_params, updates)
+        return (updates if checks_step else None, measured), _Carry(new_params, after)
 
     if checks_step:
-        program, computed = compute_step(run, carry)
+        traced, computed = compute_step(run, carry)
         (updates, _), after = computed
-        of_step = _check_step(call, updates, carry.inner_state, after.inner_state)
-        pairs = zip(of_step, skips, strict=True)
-        skips = [jnp.where(is_accepted, *pair) for pair in pairs]
-        (updates, measured), carry = select_step(
-            is_accepted_by_all(skips), program, computed, carry
-        )
+        step_skips = _check_step(call, updates, carry.inner_state, after.inner_state)
+        skips = [
+            jnp.where(is_accepted, of_step, of_gradient)
+            for of_step, of_gradient in zip(step_skips, skips, strict=True)
+        ]
+        is_accepted = is_accepted_by_all(skips)
+        (updates, measured), carry = select_step(is_accepted, traced, computed, carry)
     else:
         (updates, measured), carry = run_step(is_accepted, run, carry, likely=True)
     skips = [jnp.asarray(skip, jnp.int32) for skip in skips]
@@ -309,7 +312,7 @@ def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipF
         rejections: Rejections = {}
         if guard.check_window is not None:
             norm, rule_state = guard.norm(grads), state.rule_state
-            # What the check observes is not kept: the guard advances with the micro-batch.
+            # The guard advances with the micro-batch, so what it observes here is not kept.
             rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
         skips.append(skip_flags(rejections))
     return skips
@@ -331,11 +334,11 @@ def _next_guards(
     states: Sequence[GuardState],
     skips: Sequence[Array],
     observed: Sequence[Tree],
-    is_accepted: Scalar,
+    is_used: Scalar,
 ) -> tuple[GuardState, ...]:
     """Count the skips of guards by cause, and advance the states of the guards themselves.
 
-    `is_accepted` is whether the gradient that all of them accepted was applied or accumulated.
+    `is_used` is whether all guards accepted the gradient, and it was applied or accumulated.
     """
     after: list[GuardState] = []
     for guard, state, skip, seen in zip(guards, states, skips, observed, strict=True):
@@ -346,7 +349,7 @@ def _next_guards(
         is_skipped = skip != 0
         with named(guard.name):
             advanced = guard.advance(state.rule_state, seen, is_skipped)
-        is_advanced = is_skipped | is_accepted
+        is_advanced = is_skipped | is_used
         rule_state = optax.tree.where(is_advanced, advanced, state.rule_state)
         after.append(GuardState(counts, rule_state))
     return tuple(after)

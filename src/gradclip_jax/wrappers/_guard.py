@@ -105,7 +105,7 @@ def params_of(params: Tree) -> Tree:
 
 
 def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
-    """Return whether there is an extra argument `grad`, as for a line search, like a gradient."""
+    """Return whether the extra argument `grad`, which line searches read, is like the gradient."""
     kinds = map(jax.tree.structure, (extra_args.get("grad"), grads))
     return "grad" in extra_args and len({*kinds}) == 1
 

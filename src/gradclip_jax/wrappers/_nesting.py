@@ -47,10 +47,10 @@ class Wrappers(NamedTuple):
     def with_outer(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
         if isinstance(wrapper, Guard):
-            if self.accumulation:
+            if self.accumulation is not None:
                 return self._replace(outer=(wrapper, *self.outer))
             return self._replace(guards=(wrapper, *self.guards))
-        if self.accumulation:
+        if self.accumulation is not None:
             _raise_nested_accumulations()
         return self._replace(accumulation=wrapper)
 
@@ -100,7 +100,7 @@ class Wrappers(NamedTuple):
             )
             raise type_error("inner", rule, "one that contains it", hint)
         has_accumulation = "mini_step" in names
-        if self.accumulation and (
+        if self.accumulation is not None and (
             has_accumulation or find_states(inner_state, optax.MultiStepsState)
         ):
             _raise_nested_accumulations()

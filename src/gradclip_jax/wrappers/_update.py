@@ -25,8 +25,8 @@ from ._nesting import Wrappers
 class InPlaceUpdate:
     """An `update` function that can also add the updates to the parameters.
 
-    A class marks such a function. An attribute would not do, because `functools.wraps` copies it to
-    wrappers that cannot update in place.
+    This is a class and not an attribute, because `functools.wraps` copies attributes to wrappers
+    that cannot update in place.
     """
 
     def apply(

@@ -78,7 +78,9 @@ class Replaced:
         for item in items:
             if item.name in self.adapter.DIFFERENCES:
                 reason = self.adapter.DIFFERENCES[item.name]
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+                # On eight devices, a test that needs one may return before it checks anything.
+                strict = "device_count=8" not in self.flags
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=strict))
 
     def pytest_runtest_logreport(self, report):
         if type(report) is not pytest.TestReport:

@@ -170,6 +170,15 @@ def test_an_unusual_loss_is_an_incident_that_says_what_it_is_compared_with(name)
     assert (first.step, first.kinds) == (step, kinds) and text in str(first)
 
 
+@pytest.mark.parametrize("limit", [0.0, 2.5])  # the limits of guards are not in a log
+def test_the_threshold_of_a_skipped_loss_is_that_of_the_guard_or_of_the_detector(limit):
+    rows = lone_rows(np.append(steady()[0], 12.0))
+    rows.outcome[-1] = int(Outcome.HAS_LOSS | Outcome.SKIPPED | Outcome.SKIPPED_LARGE_LOSS)
+    rows.limits[-1] = limit
+    (incident,) = Detector(Names()).update(rows)
+    assert 2 < incident.loss_threshold < 12 and (limit in (0, incident.loss_threshold))
+
+
 def test_a_loss_that_explodes_after_it_has_fallen_is_an_outlier_and_one_that_only_grows_is_growth():
     exploded = [x.step for x in Detector(Names()).update(lone_rows(ISSUE)) if "loss" in x.kinds]
     assert 5 < ISSUE[exploded[0]] / np.median(ISSUE[exploded[0] - 128 : exploded[0]]) < 20

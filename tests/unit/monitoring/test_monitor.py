@@ -282,6 +282,30 @@ def test_a_monitor_continues_the_run_of_its_log(tmp_path):
     assert read_log(path).rows.step.tolist() == list(range(20))
 
 
+def test_a_log_that_fails_once_contains_each_row_and_incident_once(tmp_path):
+    lines, errors = [], [OSError("no connection")]
+    path, state = tmp_path / "folder" / "a.jsonl", train(TX.init(PARAMS), 0, 16, bad=[9])
+
+    def log(line):
+        if len(lines) == 12 and errors:
+            raise errors.pop()
+        lines.append(line)
+
+    path.parent.mkdir()
+    monitors = [gcx.Monitor(PARAMS, log=target) for target in (log, path)]
+    path.parent.rmdir()
+    for monitor in monitors:
+        with pytest.raises(OSError):
+            monitor.read(state)
+    path.parent.mkdir()
+    for monitor in monitors:
+        monitor.read(state)
+        assert len(monitor.incidents) == 1
+    for found in (lines, lines_of(path)):
+        assert [x["step"] for x in found if "outcome" in x] == list(range(16))
+        assert sum("kinds" in x for x in found) == 1
+
+
 def test_a_function_of_the_rows_replaces_the_policy_and_its_decision_is_logged_once(tmp_path):
     def policy(report):
         is_large = report.rows.norms[:, 0, 0] > 100

@@ -19,7 +19,8 @@ class SkipClipState(NamedTuple):
     guard: Any
     inner_state = property(lambda self: self.guard.inner_state[1])
     nonvalid_count = property(lambda self: sum(self.guard.guards[0].skipped.values()))
-    moments = property(lambda self: jax.tree.leaves(self.guard.guards[0].rule_state) or [None] * 3)
+    moments = property(lambda self: jax.tree.leaves(self.rules["norm"]) or [None] * 3)
+    rules = property(lambda self: self.guard.guards[0].rule_state.rules)
     count = property(lambda self: self.moments[0])
     grad_norm_ema = property(lambda self: self.moments[1])
     grad_norm_square_ema = property(lambda self: self.moments[2])
