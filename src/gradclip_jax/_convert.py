@@ -364,7 +364,7 @@ def _with_scaled_total(window: AccumulationState, factor: Array) -> Accumulation
 
 
 def _has_inner_loss_scale(node: WrapperState) -> bool:
-    """Return whether the sum of gradients is scaled, because a loss scale is inside."""
+    """Return whether a loss scale inside the accumulation divides the gradients after the sum."""
     rules = [guard.rule_state for guard in node.guards]
     return "loss_scale" in metric_names((rules, node.inner_state))
 

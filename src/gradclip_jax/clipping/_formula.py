@@ -32,7 +32,7 @@ def scale_factor(norm: Array, threshold: Array) -> Array:
     threshold = jnp.maximum(threshold, 0)
     is_above = norm > threshold
     # End with the division, because XLA:CPU recomputes cheaper operations in each kernel that reads
-    # the factor. `sign` is 1, or 0 or NaN for such a threshold.
+    # the factor. `sign` is 1 for a positive threshold, otherwise 0 or NaN.
     numerator = jnp.where(is_above, threshold, jnp.sign(threshold))
     # Without this selection, the derivative at a norm of zero would be NaN.
     return numerator / jnp.where(is_above, norm, 1)

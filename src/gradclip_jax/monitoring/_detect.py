@@ -390,7 +390,7 @@ class Detector:
         return np.any(self.small_factors.compare(is_small & known, ~is_small & known), axis=1)
 
     def _incidents(self, x: Findings) -> Iterator[Incident]:
-        """Yield the incident of a row that has faults."""
+        """Yield an `Incident` if the row has a fault."""
         faults = list(_faults_of(x)) or list(_update_fault(x))  # other faults explain an update
         kinds = [fault.kind for fault in faults]
         if "loss" in kinds and math.isfinite(x.row.loss) and x.has_grown:

@@ -201,10 +201,10 @@ class Monitor:
     def _append(
         self, rows: Rows, names: Names, is_same_state: bool
     ) -> tuple[Rows, int, list[Line], list[Incident]]:
-        """Append the new ones of these rows, after the run has perhaps gone back.
+        """Append the rows that are new; the run may have returned to an earlier step.
 
         Returns:
-            The new rows, their first step, a line of the log if the run has gone back, and the
+            The new rows, their first step, a line of the log if the run has returned, and the
             incidents.
         """
         if names != self.names:  # the names of clips are in the state
@@ -241,8 +241,8 @@ class Monitor:
     def _first_new(self, rows: Rows) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
-        The state still contains rows that were read before. They differ if their steps were
-        repeated. If the run went back over more rows than are kept, there is nothing to compare.
+        The state still contains rows that were read before. Their values differ if the run has
+        repeated these steps. Rows that are older than those that are kept cannot be compared.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (

@@ -141,7 +141,7 @@ class Row(NamedTuple):
             non-finite elements, norms of gradient, update and parameters), the sums of the taps,
             and the smallest factor of each clip.
         clips: Dictionary whose keys are `Names.clips`, and whose values are None.
-        checksum: uint32[], `Names.checksum`, by which a monitor recognizes other parameters.
+        checksum: uint32[], `Names.checksum`, which a monitor compares with its own.
     """
 
     values: Array

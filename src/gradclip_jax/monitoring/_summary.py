@@ -21,7 +21,7 @@ _MICRO_BATCHES = (
 
 
 def summary_of(rows: Rows, names: Names, incidents: Sequence[Incident]) -> list[str]:
-    """Return lines that describe rows and incidents; there must be at least one row."""
+    """Return a summary of at least one row and its incidents, as lines of text."""
     counts = {word: rows.has(flag).sum() for word, flag in WORDS.items()}
     kinds = Counter(kind for x in incidents for kind in x.kinds)
     lines = [

@@ -195,8 +195,8 @@ def watch(
         An Optax transformation with a `WatchState`.
 
     Raises:
-        ValueError: If a number is out of range, `params` is missing although parameters are
-            measured, or the state belongs to another tree.
+        ValueError: If a number is out of range, if `params` is required but missing, or if the
+            state was initialized for another tree.
         TypeError: If `inner` is not a transformation or, during tracing, if a leaf has an integer
             dtype.
 
@@ -547,7 +547,7 @@ def _outcome(
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
     has_window = bool(find_states(inner_state, AccumulationState))
-    # Without an accumulation, the inner transformation may read another `weight`.
+    # Without an accumulation, `weight` may be an argument of the inner transformation.
     has_gradient = micro_batch_of(extra_args).passes_gradient if has_window else True
     flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)

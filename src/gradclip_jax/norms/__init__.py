@@ -1,1 +1,1 @@
-"""Leaves, mesh axes, masks, norm groups and norms, which all other folders use."""
+"""Leaves of trees, mesh axes, masks, norm groups and norms."""

@@ -116,7 +116,7 @@ class _Groups(NamedTuple):
         return list(map(total, self.groups))
 
     def clipped_sum(self, outputs: Outputs, norms: list[Array], is_included: Array) -> list[Array]:
-        """Sum the weighted clipped gradients of the included examples, or return no sums."""
+        """Sum the clipped gradients of the included examples; [] if only norms are needed."""
         if self.clip_factors is None:
             return []
         is_added = is_included & (outputs.weight > 0)

@@ -207,8 +207,8 @@ class Accumulation(NamedTuple):
         """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
 
         The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
-        The third result is the new content of the buffer of the sum, which is not read again: the
-        gradient itself, so that XLA needs no second buffer.
+        The third result replaces the sum, which is not read again. It is the gradient itself, so
+        that XLA can reuse the buffer of the sum for the gradient.
         """
         buffer = state.gradient.total
         if self.has_sum(state):

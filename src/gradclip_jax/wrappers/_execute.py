@@ -101,7 +101,7 @@ class _StepResult(NamedTuple):
         updates: The updates; None if they were added to the parameters.
         measured: The measurements of `observe`, or None.
         skips: For each guard, outer guards first, the flags with which it skips the step.
-        findings: What the guards inside the accumulation found in the gradient.
+        findings: Results of the checks of the gradient by the guards inside the accumulation.
     """
 
     updates: Tree

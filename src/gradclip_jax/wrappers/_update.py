@@ -43,7 +43,7 @@ class InPlaceUpdate:
 @as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
-    """The `update` function of guards and an accumulation.
+    """The `update` function of a transformation inside guards or an accumulation.
 
     The function is a callable object instead of a closure, so that another guard around it can
     extend it, even if a trainer has rebuilt the transformation from `init` and `update`.
