@@ -66,7 +66,7 @@ class Split(NamedTuple):
         return tuple([args[i] for i in self.argnums])
 
     def with_differentiated(self, args: Sequence[Tree], new: Tree) -> list[Tree]:
-        """Return the arguments with other values of the differentiated ones."""
+        """Return the arguments after replacing the differentiated arguments."""
         replaced = list(args)
         for i, x in zip(self.argnums, (new,) if self.has_one_argnum else new, strict=True):
             replaced[i] = x
@@ -89,7 +89,7 @@ class Split(NamedTuple):
         return replaced
 
     def rows_per_example(self, shape: Sequence[int]) -> int:
-        """Return how many rows of an output belong to each example, or 0 if it has no such rows."""
+        """Return the number of rows per example in an output; 0 if it has no rows per example."""
         if not (shape and self.batch_argnums):
             return 0
         if self.part_size == 0:

@@ -34,7 +34,7 @@ class Leaves(NamedTuple):
         return leaves_at(tree, self.places)
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """Return the tree with other inexact leaves."""
+        """Return the tree after replacing its inexact leaves."""
         leaves = list(self.given)
         for place, new in zip(self.places, arrays, strict=True):
             leaves[place] = new
@@ -116,7 +116,7 @@ def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
 
 
 def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """Return the floating-point or complex dtype of at least 32 bits to cast `dtypes` to.
+    """Return the common dtype of at least 32 bits for computations with `dtypes`.
 
     `jnp.promote_types` does not support float8, and raises under strict promotion.
     """

@@ -1,4 +1,4 @@
-"""Flags with which guards skip, as lists with one entry for each guard.
+"""Skip flags, in lists with one entry for each guard.
 
 | value | meaning |
 | --- | --- |
@@ -24,7 +24,7 @@ SkipFlags: TypeAlias = Array | int
 
 
 def skip_flags(rejections: Rejections) -> SkipFlags:
-    """Return the flags of a skip by the causes that reject."""
+    """Combine the flags of all causes for which a guard rejects; 0 if there are none."""
     flags = (
         flag_where(Outcome.SKIPPED | Outcome.of_cause(cause), is_rejected)
         for cause, is_rejected in rejections.items()
