@@ -161,11 +161,10 @@ def _reduce_stacked(
 
 
 def small_stacks(groups: NormGroups, *columns: Sequence[Array]) -> list[list[int]]:
-    """Choose which leaves are stacked, so that one kernel reduces each stack.
+    """Return the indices of the leaves in each stack. One kernel reduces a stack.
 
     A stack contains small leaves of one type that belong to the same norm group, or have the same
-    slices. A large leaf is not stacked. Each column contains an array for each leaf. Returns the
-    indices of the leaves in each stack.
+    slices. A large leaf is not stacked. Each column contains an array for each leaf.
     """
     labels = groups.group_of_leaf if groups.axes is None else groups.axes
     return stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
