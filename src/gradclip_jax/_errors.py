@@ -110,13 +110,13 @@ _OTHER_NAMES: Final = {
     "global_clipnorm": "max_norm",
     "max_consecutive_errors": "max_consecutive_skips",
 }
-"""Arguments of other libraries and of earlier versions, and the arguments of this one."""
+"""A mapping from argument names of other libraries and earlier versions to current names."""
 
 
 def _check_names(
     parameters: Iterable[inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise an error that names the right argument if an argument does not exist."""
+    """Raise an error that suggests the right name if an argument does not exist."""
     kinds = {x.name: x.kind for x in parameters}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & {*kinds.values()}:
         return

@@ -1,19 +1,19 @@
 """Find the incidents in the rows of a run, with NumPy on the host.
 
     values   = logarithms of the norms, of the RMS of the taps and of the loss; NaN if unknown
-    findings = results of the rules of `_outliers` for the values of a row faults = problems that
-    the findings and the flags of the row indicate, one per kind incident = all faults of a row,
-    described in one sentence
+    findings = results of the rules of `_outliers` for the values of a row
+    faults   = problems that the findings and the flags of the row indicate, one for each kind
+    incident = all faults of a row, described in one sentence
 
 | kind of fault | rule |
 | --- | --- |
 | `nan`, `infinity` | the gradient norm is not finite |
 | `norm`, `leaf`, `update`, `parameter`, `tap` | the norm or the RMS is an outlier; a norm that is \
   not finite is a fault as well |
-| `drift` | a gradient norm has risen for good |
+| `drift` | a gradient norm has risen permanently |
 | `zero` | a gradient norm is 0: of the tree in one row, of a unit in a streak |
 | `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
-| `risen` | the loss has risen for good, or the run does not learn |
+| `risen` | the loss has risen permanently, or the run does not learn |
 | `flat` | beside `risen`: the run does not learn, and its loss has hardly changed |
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
 | `clip` | a factor of a clip is 0 or below STARVING in a streak |
@@ -87,7 +87,7 @@ class Incident(NamedTuple):
 
 
 class LossRise(NamedTuple):
-    """A loss that has risen for good.
+    """A loss that has risen permanently.
 
     Attributes:
         text: Description of the losses that have risen and of the losses they are compared with.
@@ -310,7 +310,7 @@ class Detector:
         self.drifts = LastingRises(np.log(ratios))
         self.zeros = Streaks([1, *[PERIOD] * (num_units + 1)])  # tree, units, loss
         self.small_factors = Streaks([PERIOD, STARVING_ROWS])
-        self.count, self.last_overflow = 0, -HISTORY  # numbers of rows
+        self.count, self.last_overflow = 0, -HISTORY  # numbers of rows, now and at an overflow
         # The last incident, the index of its row, and the first step of its streak.
         self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 

@@ -180,7 +180,7 @@ class Outliers:
         return levels
 
     def _excess(self, change: HostArray) -> HostArray:
-        """Subtract the levels, and the rises that other columns explain."""
+        """Subtract from each change the part that other columns explain."""
         excess = change.copy()
         excess[:, TREE] -= np.fmax(change[:, LOG_LOSS] / 2, 0)  # explained by the loss
         if change[:, self.units].size:
@@ -224,7 +224,7 @@ class Outliers:
 
 
 class LastingRises:
-    """Find columns that have risen for good; see the module.
+    """Find columns that have risen permanently; see the module docstring.
 
     Args:
         log_ratios: Logarithm of the smallest ratio of a rise, for each column.

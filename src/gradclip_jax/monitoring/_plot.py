@@ -46,9 +46,9 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | lines instead of heat maps | the log has no norms of leaves or layers |
     | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
-    The first 6 and the last 6 streaks are described below the plot by their first incident with the
-    most kinds of faults. The figure is 900 pixels wide.
-    It requires matplotlib: `pip install "gradclip_jax[plots]"`.
+    Below the plot, the first 6 and the last 6 streaks are described by the incident with the most
+    kinds of faults. The figure is 900 pixels wide. It requires matplotlib: `pip install
+    "gradclip_jax[plots]"`.
 
     Args:
         log: Path of a training log, the lines of a log as dictionaries, or a `Monitor`.
