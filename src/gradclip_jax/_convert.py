@@ -358,7 +358,7 @@ def _with_scaled_total(window: AccumulationState, factor: Array) -> Accumulation
     """Multiply the sum of gradients by a factor; without micro-batches, replace it by zeros."""
 
     def scaled(x: Array) -> Array:
-        # Without micro-batches, the values are those of an earlier window, which may be NaN.
+        # Without micro-batches, the values are from an earlier window, and may be NaN.
         return jnp.where(jnp.asarray(window.mini_step) > 0, x * factor, jnp.zeros_like(x))
 
     return window.with_total(jax.tree.map(scaled, window.gradient.total))

@@ -136,8 +136,8 @@ def _check_names(
 def named(function: str, *, in_step: bool = True) -> Generator[None]:
     """Context manager or decorator that adds the name of a public function to errors.
 
-    With `in_step`, for code of a training step, profiles contain the name as well, and enclosing
-    public functions such as `apply_gradients` do not replace the name in errors.
+    Use `in_step` for code inside a training step. Profiles then contain the name as well, and
+    enclosing public functions such as `apply_gradients` do not replace the name in errors.
     """
     try:
         with jax.named_scope(function) if in_step else contextlib.nullcontext():

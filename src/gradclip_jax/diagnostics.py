@@ -180,8 +180,8 @@ def _suspects(
 ) -> dict[str, list[int]]:
     """Return the devices that may have computed each output that differs in a pair of runs.
 
-    These are the devices of the first run. For the fault of a device, which is in both runs, they
-    are the devices that computed every place that differs in one of the runs.
+    By default, these are the devices of the first run. With `is_device_fault`, they are the devices
+    that computed every differing part in one of the two runs.
     """
     suspects: dict[str, list[set[int]]] = {}
     for first, second in pairs:

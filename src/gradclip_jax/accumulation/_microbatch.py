@@ -44,7 +44,7 @@ def microbatched_value_and_grad(
     """Compute `jax.value_and_grad(fun)` with the memory of one micro-batch instead of the batch.
 
     The returned function splits the batch, runs `fun` on one micro-batch at a time, and averages
-    values and gradients. The result equals that of the whole batch if `fun` is a mean over
+    values and gradients. The result is the same as for the whole batch if `fun` is a mean over
     examples, or, with `has_weight`, a weighted mean, for example over tokens. If `fun` compares
     examples with each other, as a contrastive loss or batch normalization does, the result differs,
     and no error is raised. Check that the loss of a batch is the mean of the losses of its halves,

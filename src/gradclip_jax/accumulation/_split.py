@@ -162,7 +162,7 @@ def bind_split(
 def _check_num_args(
     num_args: int, given: Mapping[str, object], positions: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise if a call has too few positional arguments for the positions, which may be negative."""
+    """Raise if a position, which may be negative, is out of range of the positional arguments."""
     needed = max(-i if i < 0 else i + 1 for found in positions.values() for i in found)
     if num_args < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
@@ -224,7 +224,7 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
 
 
 def check_parts(num_parts: Count, num_real: Number | None) -> None:
-    """Raise if a number of micro-batches is invalid, or less than the number that should run."""
+    """Raise if the number of micro-batches is invalid, or less than the number to run."""
     check_length("num_microbatches", num_parts, "Pass 1 to use the whole batch at once.")
     if num_real is not None:
         hint = "Pass None to run all micro-batches."

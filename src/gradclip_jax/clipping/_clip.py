@@ -159,7 +159,7 @@ def norm_clip(
         groups = granularity.partition(leaves.arrays, updates)
         if labels is not None:
             groups = select_labels(argument, groups, labels)
-        # Only local norms, such as those of rows, may differ between devices.
+        # Only local norms, such as the norms of rows, may differ between devices.
         norm_axes = axis_name if groups.is_local else ()
 
         norms = group_norms(leaves.arrays, groups, order, axis_name)

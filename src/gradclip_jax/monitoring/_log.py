@@ -1,7 +1,7 @@
 """Read the logs of any trainer, and append lines to a log.
 
 A log is a sequence of lines, which are dictionaries. `read_columns` parses a file of any format,
-collects the values of each key, and renames the keys to those of a `Monitor`.
+collects the values of each key, and converts the keys to the keys of a `Monitor`.
 """
 
 import csv

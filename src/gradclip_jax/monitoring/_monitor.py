@@ -275,7 +275,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Generator[None]:
-        """Restore the monitor after an exception, such as that of a full disk."""
+        """Restore the monitor after an exception, for example if the disk is full."""
         before = vars(self) | copy.deepcopy({x: vars(self)[x] for x in ("_detector", "_policy")})
         try:
             yield

@@ -1,4 +1,4 @@
-"""Rules that compare the values of a row with those of earlier rows.
+"""Rules that compare the values of a row with the values of earlier rows.
 
 `x` is the logarithm of a norm, of the RMS of a tap, or of a loss. Where a loss is not positive,
 losses are compared without a logarithm.
@@ -12,9 +12,9 @@ losses are compared without a logarithm.
     tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
     bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
-The gradient norm of a unit is explained by the median rise of all units, and that of the tree by
-the square root of the loss, as for a squared error. The tail is exponential: with the quantiles q
-of the excesses of the `n` rows that are not near an outlier,
+The median rise of all units explains a rise of the gradient norm of a unit. The square root of the
+loss explains a rise of the gradient norm of the tree, as for a squared error. The tail is
+exponential. If q are the quantiles of the excesses in the `n` rows that are not near an outlier,
 
     tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
 
@@ -75,8 +75,8 @@ STARVING, STARVING_ROWS = 1e-3, 200
 gradient. With a larger factor or fewer rows, large gradients at the start of a run are reported."""
 
 TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
-"""The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
-of the loss, and the loss. The columns of units and of taps follow them."""
+"""Indices of the columns with the gradient norm of the tree, the update norm, the parameter norm,
+the logarithm of the loss, and the loss. Columns of units and taps follow."""
 
 _KEPT = HISTORY + WINDOW
 """Number of rows to keep: the rows of a tail, and more than 3 * PERIOD earlier rows, for rows near
@@ -235,7 +235,7 @@ class LastingRises:
         self.values = np.full((2 * BLOCK, len(log_ratios)), np.nan)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-        """Compare the next rows of logarithms, float[rows, columns], in which NaN is unknown.
+        """Compare the next rows of logarithms, float[rows, columns]; NaN marks unknown values.
 
         Returns:
             Whether each column has risen permanently, the lowest of its last values, and the

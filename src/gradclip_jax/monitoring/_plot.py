@@ -138,7 +138,7 @@ def _draw_line(axis: Any, panel: _Panel) -> None:
 
 
 def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> None:
-    """Draw a row for each label: finite values as colors, and red bars for the steps of others."""
+    """Draw one row for each label, with finite values as colors and other values as red bars."""
     is_finite = np.isfinite(panel.values)
     positive = panel.values[is_finite & (panel.values > 0)]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)

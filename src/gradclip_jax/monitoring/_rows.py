@@ -194,7 +194,7 @@ def _complete(rows: Rows) -> None:
     rows.taps[~rows.has(Outcome.HAS_TAPS)] = 0
     rows.norms[~rows.has(Outcome.HAS_GRADIENT), 0] = 0
     rows.nonfinite[~rows.has(Outcome.HAS_GRADIENT)] = 0
-    # An update of zero does not change a non-finite parameter.
+    # If the step was not applied, the update is zero, even of a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
     # With `optax.partition`, some parameters may change although the updates of others are skipped.

@@ -177,8 +177,9 @@ def watch(
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
             contains its index. With "global", only the whole tree is measured. Inside `shard_map`,
             an axis that indexes layers or rows must not be sharded.
-        trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
-            one, None for all. The other leaves may have any dtype; their updates do not change.
+        trainable: Leaves to measure, as a prefix tree of bools or a function `params -> bools`;
+            None measures all leaves. Other leaves may have any dtype, and their updates do not
+            change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
             after `psum` or `pmean`.
@@ -236,7 +237,7 @@ def watch(
 
 
 class Units(NamedTuple):
-    """The leaves that are measured in one call, and which of their elements share a norm.
+    """The leaves that one call measures, and their norm groups.
 
     Attributes:
         gradient: Measured leaves of the gradient.
@@ -507,7 +508,7 @@ def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
     """Return whether the parameter norms of a replica differ, and the index of this replica.
 
-    If several replicas differ from the median, the index is that of the largest difference. The
+    If several replicas differ from the median, the index of the most different one is returned. The
     norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
     their norms are identical bit for bit.
     """

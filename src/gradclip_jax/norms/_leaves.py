@@ -55,9 +55,10 @@ def flatten(tree: Tree) -> Leaves:
 
 
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Flatten a tree whose leaves are floating-point, complex (unless `real`) or float0, or raise.
+    """Flatten a tree, and raise unless its leaves are floating-point, complex or float0.
 
-    Leaves that are unreduced over a mesh axis or in host memory raise as well.
+    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis or in host memory
+    raise as well.
     """
     kind = jnp.floating if real else jnp.inexact
     given, structure = jax.tree.flatten(tree)

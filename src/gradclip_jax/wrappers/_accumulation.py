@@ -206,7 +206,7 @@ class Accumulation(NamedTuple):
     ) -> tuple[Tree, ExtraArgs, Tree]:
         """Return the gradient of a window, its extra arguments, and the new value of its sum.
 
-        The arguments are those of the last micro-batch. The loss and the gradient of the window
+        `grads` and `batch` belong to the last micro-batch. The loss and the gradient of the window
         replace the extra arguments `value` (or `loss`) and `grad`. The sum is not read again, so
         the gradient takes its place, and XLA can reuse its buffer.
         """

@@ -185,7 +185,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
         accumulation.has_sum(window) or wrappers.outer or batch.is_weight_passed
     )
     result, (total, carry) = run_step(
-        True if each_is_a_window else takes_step,  # True at trace time compiles no branch
+        True if each_is_a_window else takes_step,  # if known at trace time, no branch is compiled
         step,
         (window.gradient.total, carry),
         window,

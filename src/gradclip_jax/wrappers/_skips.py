@@ -33,7 +33,7 @@ def skip_flags(rejections: Rejections) -> SkipFlags:
 
 
 def first_skip(skips: Sequence[SkipFlags]) -> list[SkipFlags]:
-    """Keep the flags of the first guard that skips, and set those of later guards to 0."""
+    """Keep the flags of the first guard that skips, and set the flags of later guards to 0."""
     kept: list[SkipFlags] = []
     for skip in skips:
         is_first = is_accepted_by_all(kept)

@@ -45,9 +45,9 @@ class InPlaceUpdate:
 class WrapperUpdate(InPlaceUpdate):
     """The `update` function of a transformation inside guards or an accumulation.
 
-    The function is a callable object instead of a closure, so that another guard around it can
-    extend it, even if a trainer has rebuilt the transformation from `init` and `update`.
-    `jax.named_call` requires `__name__`.
+    The function is a callable object instead of a closure, so that another guard can read and
+    extend its `wrappers`, even if a trainer has rebuilt the transformation from `init` and
+    `update`. `jax.named_call` requires `__name__`.
     """
 
     __name__: ClassVar[str] = "update"
