@@ -57,7 +57,7 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 
 
 def warn(message: str) -> None:
-    """Warn about the innermost line outside of this package, JAX, Optax and `contextlib`."""
+    """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
     files: list[Any] = [__file__, jax.__file__, optax.__file__]
     internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
     frame, level = inspect.currentframe(), 1

@@ -85,11 +85,11 @@ def skip_nonfinite(
             permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
             it in the training loop with `if gcx.metrics(state)["guard_failed"]: ...`.
         axis_name: See `clip_by_global_norm`; `()` raises, because devices would decide differently.
-        trainable: Leaves that are trained, as a prefix tree of bools or a function `params ->
-            bools`. All other leaves are frozen: they are not checked and reach `inner` as zeros, so
-            that their NaNs cannot reach other leaves through a clip. None trains all leaves. To
-            check only some of the trained leaves, use `skip_if` with a predicate, such as `lambda
-            grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"]))`.
+        trainable: Leaves that are trained, as a prefix tree of bools or a function
+            `params -> bools`. All other leaves are frozen: they are not checked and reach `inner`
+            as zeros, so that their NaNs cannot reach other leaves through a clip. None trains all
+            leaves. To check only some of the trained leaves, use `skip_if` with a predicate, such
+            as `lambda grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"]))`.
 
     Returns:
         A gradient transformation with a `WrapperState`. With `apply_gradients` and donated

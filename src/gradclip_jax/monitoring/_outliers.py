@@ -66,9 +66,9 @@ BLOCK = 12
 """Number of rows of a lasting rise. With fewer, a slowly decaying spike is reported as one."""
 
 GAP = 8
-"""Maximum distance between two incidents of a streak, and between two bad rows of a stretch. Also
-the number of rows to which the threshold of an incident applies. With more, good batches are left
-out."""
+"""Maximum distance between two incidents of a streak, and maximum number of other rows between two
+bad rows of a stretch. Also the number of rows to which the threshold of an incident applies. With
+more, good batches are left out."""
 
 STARVING, STARVING_ROWS = 1e-3, 200
 """If the factor of a clip is below STARVING in this many rows, the optimizer receives almost no

@@ -39,7 +39,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
 
     | in the plot | meaning |
     | --- | --- |
-    | heat maps | norms of at most 40 leaves or layers, those with incidents first |
+    | heat maps | norms of at most 40 leaves or layers; first those with incidents |
     | colors | logarithmic, from the 1st to the 99th percentile, until the next measurement |
     | red | a non-finite value |
     | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
@@ -47,8 +47,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
     Below the plot, the first 6 and the last 6 streaks are described by the incident with the most
-    kinds of faults. The figure is 900 pixels wide. It requires matplotlib: `pip install
-    "gradclip_jax[plots]"`.
+    kinds of faults. The figure is 900 pixels wide. Matplotlib is required, for example from `pip
+    install "gradclip_jax[plots]"`.
 
     Args:
         log: Path of a training log, the lines of a log as dictionaries, or a `Monitor`.

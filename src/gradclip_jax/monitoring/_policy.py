@@ -184,7 +184,7 @@ class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
     Args:
-        events: Log lines of the run to continue that contain decisions or "rewind_to".
+        events: Log lines with decisions or "rewind_to" of the run to continue.
         rewind_on_rise: See `Monitor`.
 
     Attributes:

@@ -22,11 +22,11 @@ class Outcome(enum.IntFlag):
 
     | flag | meaning |
     | --- | --- |
-    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
-    | `HAS_UNITS` | norms of units; in a log, only some rows have them |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | norms were measured; a `flush` has no gradient |
+    | `HAS_UNITS` | norms of leaves or layers; in a log, only in some rows |
     | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
     | `APPLIED` | the optimizer ran, or the update is nonzero |
-    | `CLIPPED` | applied, and a factor is below 1 |
+    | `CLIPPED` | applied, and a clip factor is below 1 |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
     | `ACCUMULATED` | an accumulation only added the micro-batch |
