@@ -47,8 +47,9 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
     Below the plot, the first 6 and the last 6 streaks are described by the incident with the most
-    kinds of faults. The figure is 900 pixels wide. Matplotlib is required, for example from `pip
-    install "gradclip_jax[plots]"`.
+    kinds of faults. The figure is 900 pixels wide.
+
+    This function requires Matplotlib: `pip install "gradclip_jax[plots]"`.
 
     Args:
         log: Path of a training log, the lines of a log as dictionaries, or a `Monitor`.

@@ -22,8 +22,8 @@ class Outcome(enum.IntFlag):
 
     | flag | meaning |
     | --- | --- |
-    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | norms were measured; a `flush` has no gradient |
-    | `HAS_UNITS` | norms of leaves or layers; in a log, only in some rows |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | has these norms; a `flush` has no gradient |
+    | `HAS_UNITS` | has norms of leaves or layers; in a log, only some rows do |
     | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
     | `APPLIED` | the optimizer ran, or the update is nonzero |
     | `CLIPPED` | applied, and a clip factor is below 1 |
