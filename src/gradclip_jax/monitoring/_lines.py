@@ -207,11 +207,9 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
 
 def _remark(num_lines: int, num_replaced: int, num_resumed: int, num_unknown: int) -> str:
     """Describe how many rows of a log were replaced or left out; "" if there are none."""
-    remarks = list[str]()
-    if num_replaced:
-        remarks.append(f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows")
-    if num_resumed:
-        remarks.append(f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}")
-    if num_unknown:
-        remarks.append(f"rows without a number as their step, which are left out: {num_unknown:,}")
-    return "; ".join(remarks)
+    remarks = [
+        (num_replaced, f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows"),
+        (num_resumed, f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}"),
+        (num_unknown, f"rows without a number as their step, which are left out: {num_unknown:,}"),
+    ]
+    return "; ".join(text for count, text in remarks if count)

@@ -11,6 +11,7 @@
 `Columns` to `Rows`.
 """
 
+import enum
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,60 @@ from .._errors import value_error
 from .._types import Array, HostArray, Scalar, Tree
 from ..norms._granularity import group_names
 from ..norms._mask import Mask, check_mask, mask_leaves
-from ..wrappers._state import Outcome
+from ..wrappers._state import CallOutcome
 from ._taps import SHAPE, STATISTICS, statistics, tap_names
 
 NUM_INTS, TREE = 4, 7
 """Number of integers at the start of a row, and index of the numbers of the tree; see `Row`."""
+
+
+class Outcome(enum.IntFlag):
+    """Flags that describe one call of `watch`, stored in the column `outcome` of `Rows`.
+
+    | flag | meaning |
+    | --- | --- |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | has these norms; a `flush` has no gradient |
+    | `HAS_UNITS` | has norms of leaves or layers; in a log, only some rows do |
+    | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
+    | `APPLIED` | the optimizer ran, or the update is nonzero |
+    | `CLIPPED` | applied, and a clip factor is below 1 |
+    | `SKIPPED` | a guard skipped the step or the micro-batch |
+    | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
+    | `ACCUMULATED` | an accumulation only added the micro-batch |
+    | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
+    | `GUARD_FAILED` | a guard has failed |
+    | `REPLICA_DIFFERS` | the parameters of one replica differ |
+
+    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
+        >>> params = {"w": jnp.ones(2)}
+        >>> _, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
+        >>> rows = gcx.Monitor(params).read(state).rows
+        >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
+        [True]
+    """
+
+    HAS_GRADIENT = 0x1
+    HAS_UPDATE = 0x2
+    HAS_PARAMETER = 0x4
+    HAS_UNITS = 0x8
+    HAS_LOSS = 0x10
+    HAS_BATCH_ID = 0x20
+    HAS_TAPS = 0x40
+    APPLIED = CallOutcome.APPLIED
+    CLIPPED = 0x400
+    ACCUMULATED = CallOutcome.ACCUMULATED
+    SKIPPED = CallOutcome.SKIPPED
+    SKIPPED_NONFINITE = CallOutcome.SKIPPED_NONFINITE
+    SKIPPED_LARGE_NORM = CallOutcome.SKIPPED_LARGE_NORM
+    SKIPPED_LARGE_LOSS = CallOutcome.SKIPPED_LARGE_LOSS
+    GUARD_FAILED = 0x20000
+    EMPTY_WINDOW = CallOutcome.EMPTY_WINDOW
+    REPLICA_DIFFERS = 0x80000
+    SKIPPED_OTHER = CallOutcome.SKIPPED_OTHER
 
 
 MEASURED = {x: Outcome[f"HAS_{x.upper()}"] for x in ("gradient", "update", "parameter")}

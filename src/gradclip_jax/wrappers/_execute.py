@@ -30,7 +30,7 @@ from ._guard import ExtraArgs, GradientCheck, Guard, Observe, Rejections, is_gra
 from ._inner import apply_updates, run_inner, updates_for_caller
 from ._nesting import Wrappers
 from ._skips import SkipFlags, first_skip, flag_where, is_accepted_by_all, skip_flags
-from ._state import GuardState, Outcome, WrapperState, has_flag, outcome_of
+from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of
 
 
 class Result(NamedTuple):
@@ -210,8 +210,8 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
         inner_state=carry.inner_state,
         grad_norm=_last_norm(call, found, batch.counts, inner_found, takes_step),
     )
-    flags = flag_where(Outcome.ACCUMULATED, is_accumulated)
-    flags |= flag_where(Outcome.EMPTY_WINDOW, closes & ~window.has_positive_weight)
+    flags = flag_where(CallOutcome.ACCUMULATED, is_accumulated)
+    flags |= flag_where(CallOutcome.EMPTY_WINDOW, closes & ~window.has_positive_weight)
     after = _with_outcome(call, after, [*outer_skips, *inner_skips], has_run, flags)
     return Result(result.updates, result.measured, carry.params, after)
 
@@ -344,7 +344,7 @@ def _next_guards(
     after: list[GuardState] = []
     for guard, state, skip, seen in zip(guards, states, skips, observed, strict=True):
         counts = {
-            cause: increment_where(count, has_flag(skip, Outcome.of_cause(cause)))
+            cause: increment_where(count, has_flag(skip, CallOutcome.of_cause(cause)))
             for cause, count in state.skipped.items()
         }
         is_skipped = skip != 0
@@ -371,10 +371,10 @@ def _with_outcome(
     outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags
     outcome = functools.reduce(operator.or_, skips, outcome)
 
-    is_failure = has_flag(outcome, Outcome.SKIPPED | Outcome.EMPTY_WINDOW)
-    is_failure &= ~has_flag(outcome, Outcome.ACCUMULATED)
+    is_failure = has_flag(outcome, CallOutcome.SKIPPED | CallOutcome.EMPTY_WINDOW)
+    is_failure &= ~has_flag(outcome, CallOutcome.ACCUMULATED)
     streak = increment_where(before.consecutive_skips, is_failure)
-    streak = jnp.where(has_flag(outcome, Outcome.APPLIED), 0, streak)
+    streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
 
     has_failed = before.guard_failed > 0
     for guard, state, skip in zip(guards, before.outer + before.guards, skips, strict=True):

@@ -2,7 +2,7 @@
 
 | value | meaning |
 | --- | --- |
-| int32[] with `Outcome.SKIPPED` and the flags of the causes | the guard skips |
+| int32[] with `CallOutcome.SKIPPED` and the flags of the causes | the guard skips |
 | int32[] of 0 | the guard does not skip |
 | the Python number 0 | the guard checks nothing, and no branch is compiled |
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .._types import Array, Scalar
 from ._guard import Rejections
-from ._state import Outcome
+from ._state import CallOutcome
 
 SkipFlags: TypeAlias = Array | int
 
@@ -26,7 +26,7 @@ SkipFlags: TypeAlias = Array | int
 def skip_flags(rejections: Rejections) -> SkipFlags:
     """Combine the flags of all causes for which a guard rejects; 0 if there are none."""
     flags = (
-        flag_where(Outcome.SKIPPED | Outcome.of_cause(cause), is_rejected)
+        flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_rejected)
         for cause, is_rejected in rejections.items()
     )
     return functools.reduce(operator.or_, flags, 0)
@@ -48,6 +48,6 @@ def is_accepted_by_all(skips: Sequence[SkipFlags]) -> Scalar | bool:
     return functools.reduce(operator.or_, skips, 0) == 0
 
 
-def flag_where(flag: Outcome, is_set: Scalar | bool) -> Array:
+def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
     """Return the bits of a flag where it is set, and 0 elsewhere."""
     return jnp.where(is_set, jnp.int32(int(flag)), 0)

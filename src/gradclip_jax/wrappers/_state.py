@@ -17,44 +17,29 @@ from .._states import is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
-class Outcome(enum.IntFlag):
-    """Flags that describe one call of `update`, stored in the column `outcome` of `Rows`.
+class CallOutcome(enum.IntFlag):
+    """Flags that describe one call of `update`. Their values are stored in checkpoints.
 
     | flag | meaning |
     | --- | --- |
-    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | has these norms; a `flush` has no gradient |
-    | `HAS_UNITS` | has norms of leaves or layers; in a log, only some rows do |
-    | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
-    | `APPLIED` | the optimizer ran, or the update is nonzero |
-    | `CLIPPED` | applied, and a clip factor is below 1 |
+    | `APPLIED` | the inner transformation ran |
+    | `ACCUMULATED` | the accumulation only added the micro-batch |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
-    | `ACCUMULATED` | an accumulation only added the micro-batch |
-    | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
-    | `GUARD_FAILED` | a guard has failed |
-    | `REPLICA_DIFFERS` | the parameters of one replica differ |
-
-    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
-        >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
-        >>> params = {"w": jnp.ones(2)}
-        >>> _, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, tx.init(params), params)
-        >>> rows = gcx.Monitor(params).read(state).rows
-        >>> rows.has(gcx.diagnostics.Outcome.SKIPPED).tolist()
-        [True]
+    | `EMPTY_WINDOW` | the accumulation dropped a window whose weight is zero |
     """
 
-    # The values are stored in checkpoints.
-    HAS_GRADIENT, HAS_UPDATE, HAS_PARAMETER, HAS_UNITS = 0x1, 0x2, 0x4, 0x8
-    HAS_LOSS, HAS_BATCH_ID, HAS_TAPS = 0x10, 0x20, 0x40
-    APPLIED, CLIPPED, ACCUMULATED, SKIPPED = 0x200, 0x400, 0x800, 0x2000
-    SKIPPED_NONFINITE, SKIPPED_LARGE_NORM, SKIPPED_LARGE_LOSS = 0x4000, 0x8000, 0x10000
-    GUARD_FAILED, EMPTY_WINDOW, REPLICA_DIFFERS, SKIPPED_OTHER = 0x20000, 0x40000, 0x80000, 0x100000
+    APPLIED = 0x200
+    ACCUMULATED = 0x800
+    SKIPPED = 0x2000
+    SKIPPED_NONFINITE = 0x4000
+    SKIPPED_LARGE_NORM = 0x8000
+    SKIPPED_LARGE_LOSS = 0x10000
+    EMPTY_WINDOW = 0x40000
+    SKIPPED_OTHER = 0x100000
 
     @classmethod
-    def of_cause(cls, cause: str) -> Outcome:
+    def of_cause(cls, cause: str) -> CallOutcome:
         """Return the flag of the cause of a skip, such as "large_norm"."""
         return cls[f"SKIPPED_{cause.upper()}"]
 
@@ -86,7 +71,7 @@ class WrapperState(NamedTuple):
         accumulation: `AccumulationState`, or None without an accumulation.
         guards: State of each guard inside the accumulation, or of all guards without one.
         inner_state: State of the inner transformation.
-        outcome: Flags of `Outcome` for the last call, int32[]; 0 before the first call.
+        outcome: What the last call did, int32[], flags of `CallOutcome`; 0 before the first call.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
     """
@@ -133,11 +118,11 @@ def outcome_of(state: Tree) -> Scalar:
 def _combined_outcome(nodes: list[Tree]) -> Array:
     """Combine outcomes with the states of `optax.MultiSteps` and `optax.apply_if_finite`."""
     found = [node if isinstance(node, jax.Array) else _outcome_of_optax(node) for node in nodes]
-    outcome = found[0] if found else jnp.int32(int(Outcome.APPLIED))
+    outcome = found[0] if found else jnp.int32(int(CallOutcome.APPLIED))
     for other in found[1:]:
         outcome |= other
-        is_applied = has_flag(outcome, Outcome.APPLIED)
-        outcome = jnp.where(is_applied, outcome & ~int(Outcome.ACCUMULATED), outcome)
+        is_applied = has_flag(outcome, CallOutcome.APPLIED)
+        outcome = jnp.where(is_applied, outcome & ~int(CallOutcome.ACCUMULATED), outcome)
     return outcome
 
 
@@ -145,9 +130,9 @@ def _outcome_of_optax(node: Tree) -> Array:
     """Return the outcome of a state of `optax.MultiSteps` or `optax.apply_if_finite`."""
     if isinstance(node, optax.MultiStepsState):
         is_closed = (jnp.asarray(node.mini_step) == 0) & (jnp.asarray(node.gradient_step) > 0)
-        ran, other = outcome_of(node.inner_opt_state), Outcome.ACCUMULATED
+        ran, other = outcome_of(node.inner_opt_state), CallOutcome.ACCUMULATED
         return jnp.where(is_closed, ran, int(other))
-    other = Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
+    other = CallOutcome.SKIPPED | CallOutcome.SKIPPED_NONFINITE
     return jnp.where(node.last_finite, outcome_of(node.inner_state), int(other))
 
 
@@ -187,10 +172,10 @@ def has_updated(state: Tree) -> Array:
         2
     """
     check_optimizer_state(state)
-    return has_flag(outcome_of(plain_arrays(state)), Outcome.APPLIED)
+    return has_flag(outcome_of(plain_arrays(state)), CallOutcome.APPLIED)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def has_flag(outcome: Array, flag: Outcome) -> Array:
+def has_flag(outcome: Array, flag: int) -> Array:
     """Return whether an outcome contains a flag, or any of several flags."""
     return outcome & int(flag) != 0

@@ -132,6 +132,13 @@ def test_logs_of_other_trainers(name, text, expected, tmp_path):
     assert names == Names()
 
 
+def test_runs_in_a_text_whose_prefixes_differ_only_in_a_digit_are_different(tmp_path):
+    (tmp_path / "runs.log").write_text("g1/loss: 2 g2/loss: 3\ng1/loss: 4 g2/loss: 5\n")
+    for prefix, losses in {"g1/": [2, 4], "g2/": [3, 5]}.items():
+        columns = read_columns(tmp_path / "runs.log", prefix=prefix)
+        assert to_rows(columns)[0].loss.tolist() == losses
+
+
 def of_steps(steps):
     return [{"step": step, "loss": float(i)} for i, step in enumerate(steps)]
 
