@@ -22,7 +22,7 @@ _EXAMPLE = """example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is in a log; return 1 if it cannot be read or if the output was closed."""
+    """Print a report on a log; return 1 if it cannot be read or if the output was closed."""
     parser = argparse.ArgumentParser(
         prog="python -m gradclip_jax",
         description=__doc__,
@@ -68,7 +68,7 @@ def _printable(text: str) -> str:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # leave the memory of a GPU to the training
+    jax.config.update("jax_platforms", "cpu")  # leave GPU memory to the training run
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checks of arguments: of hyperparameters when a transformation is built, of pytrees at trace time.
+"""Checks of hyperparameters when a transformation is built, and of pytrees at trace time.
 
 Traced values are not checked. The file contains, in this order: formatting for messages, types of
 values, numbers and options, functions and transformations, arrays and trees, optimizer states, and
@@ -64,14 +64,14 @@ def leaf_path(argument: str, path: Path) -> str:
 
 
 def leaf_name(path: Path, index: Iterable[int] = ()) -> str:
-    """Format the path of a leaf, or of a layer or row of it, for logs, such as `decoder/wi[3]`."""
+    """Format the path of a leaf, layer or row as its name in logs, such as `decoder/wi[3]`."""
     keys = tuple(key for key in path if str(key) != ".value")  # of a variable of Flax NNX
     name = jax.tree_util.keystr(keys, simple=True, separator="/")
     return name + "".join(f"[{i}]" for i in index)
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Number names that occur again: the key `a/b` has the name of the key `b` inside `a`."""
+    """Number repeated names, such as those of the key `a/b` and of the key `b` inside `a`."""
     count, out = Counter[str](), list[str]()
     for name in names:
         count[name] += 1
@@ -119,9 +119,9 @@ def is_traced(value: object) -> bool:
 def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
     """Check that a value is a number and, unless it is traced, that it lies in an interval.
 
-    Return it as a float, because int32 cannot represent every integer. Traced values are returned
-    unchanged. A JAX array is returned as one, so that a function that closes over it is not traced
-    again for another value.
+    A Python or NumPy number is returned as a float, because int32 cannot represent every integer.
+    Traced values and JAX arrays remain arrays, so that a function that closes over a JAX array is
+    not traced again for a new value.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
     Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
@@ -155,7 +155,7 @@ def check_count(
 ) -> Any:
     """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`.
 
-    Return it as a Python integer; traced values unchanged.
+    Return a Python integer, or the traced value unchanged.
     """
     rule = f"an integer in [{low}, {high}]"
     if not is_scalar(value, jnp.integer):
@@ -257,7 +257,7 @@ def _is_of_this_package(definition: Any) -> bool:
 
 
 def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the user, or raise an error that names it if it has other parameters."""
+    """Call a user-defined function, or raise if it cannot be called with these arguments."""
     check_callable(argument, fun, "Pass a function.")
     try:
         inspect.signature(fun).bind(*args, **kwargs)
@@ -278,7 +278,7 @@ _SIGNATURES = {
     "predicate": "(grads, params, **extra_args) -> bool[]",
     "reaction": "(norm, threshold) -> factor",
 }
-"""Signatures of functions of the user, by the name of the argument or method."""
+"""Signatures of user-defined functions, by the name of the argument or method."""
 
 
 def _has_init_and_update(value: object) -> bool:
@@ -346,7 +346,7 @@ def shapes_of(tree: Tree) -> Tree:
 def check_state(state: Any, kind: type, count: str) -> None:
     """Raise if the state is missing, belongs to another transformation, or cannot be read.
 
-    `count` is the name of a scalar field. If it has an axis, the state is that of several runs.
+    `count` is the name of a scalar field. If it has an axis, the state belongs to several runs.
     """
     if not isinstance(state, kind):
         hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
@@ -367,7 +367,7 @@ def check_optimizer_state(state: object) -> None:
 
 
 def _is_untyped_state(node: object) -> bool:
-    """Return whether a node contains the fields of a guard or of `watch`, but lost its type."""
+    """Return whether a node has the fields, but not the type, of a state of a guard or `watch`."""
     fields = {"outcome", "guard_failed"}, {"step_count", "rows"}
     return isinstance(node, Mapping) and any(x <= node.keys() for x in fields)
 
@@ -428,7 +428,7 @@ def broadcast_prefix(
 ) -> list[Any]:
     """Broadcast a prefix tree to a list with one entry for each leaf of `tree`.
 
-    A tree without leaves may have any prefix, as the placeholder of `optax.tree.map_params`.
+    A tree without leaves, like the placeholder of `optax.tree.map_params`, may have any prefix.
     """
     if not jax.tree.leaves(tree):
         return []

@@ -36,13 +36,13 @@ def is_clip_before_scale(state: Tree) -> bool:
     if isinstance(state, Mapping):  # a named chain, whose state does not keep the order
         others = [child for child in children if not _has_loss_scale(child)]
         return any(map(_has_clip, others)) or any(map(is_clip_before_scale, children))
-    # The groups of `optax.partition` are a dictionary too, but each receives other gradients.
+    # `optax.partition` also has a dictionary, but its groups receive different gradients.
     groups = [child.values() if isinstance(child, Mapping) else [child] for child in children]
     return any(is_clip_before_scale(child) for group in groups for child in group)
 
 
 def is_only_clips(state: Tree) -> bool:
-    """Return whether a state is that of a clip, or of clips in chains and other wrappers."""
+    """Return whether a state contains only clips, which may be in chains and other wrappers."""
     if hasattr(state, "inner_state"):
         return is_only_clips(state.inner_state)
     is_chain = (type(state) is tuple or isinstance(state, Mapping)) and len(state) > 0

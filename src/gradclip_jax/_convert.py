@@ -66,10 +66,10 @@ def convert_state(
     | guards and accumulations of versions with one state for each | the same | everything |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
-    type changes, their states are initialized. The state of a guard or clip that moves into or out
-    of an accumulation is initialized as well, and so is that of one with another rule. A `watch`
-    with another `history`, or with other clips inside, keeps only its step count. Arrays are cast
-    to the dtypes of the new optimizer. Discarding accumulated micro-batches raises an error.
+    type changes, their states are initialized. The state of a guard or clip is also initialized if
+    it moves into or out of an accumulation, or if its rule changes. A `watch` with another
+    `history`, or with other clips inside, keeps only its step count. Arrays are cast to the dtypes
+    of the new optimizer. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -85,12 +85,12 @@ def convert_state(
         A state for `tx.update`. Its `accumulation_stats` assume that all earlier accumulation
         windows had the length of the first one. The `skip_state` of `MultiSteps` is initialized.
         `MultiSteps` closes an unfinished accumulation correctly only if it contains fewer
-        micro-batches than the new window. It continues with their weighted mean, in which each
-        micro-batch then has the same weight.
+        micro-batches than the new window. It continues with their weighted mean, and then gives
+        each micro-batch the same weight.
 
     Raises:
         TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
-            shape, for example because `params` are other parameters, or if `state` was vmapped.
+            shape, for example because `params` belong to another model, or if `state` was vmapped.
         ValueError: If `reduction` is invalid or is required but missing, if accumulated
             micro-batches would be discarded (inside `jit`, if they could be), or if a
             `dynamic_loss_scale` is added to, or removed from, an unfinished accumulation.
@@ -196,7 +196,8 @@ class _Part(NamedTuple):
     """A clip, a guard, an accumulation or a `watch` in an optimizer state.
 
     Guards that are directly around each other share the fields `consecutive_skips` and
-    `guard_failed`. These fields are one more part, whose state is a `WrapperState` without guards.
+    `guard_failed`. These fields form an additional part, whose state is a `WrapperState` without
+    guards.
 
     Attributes:
         kind: Type of its state. For a guard, the type of its rule and the causes of its skips.
@@ -279,14 +280,14 @@ def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterat
 
 
 def _copied(new: _Part, old: _Part, reduction: str | None) -> Tree:
-    """Return the state of the old part, or the initial state if the new part has another one."""
+    """Return the state of the old part, or the initial state if the old one does not fit."""
     if new.is_accumulation:
         window = _copied_window(new, old, reduction)
         return partial_state(WrapperState, outer=(), accumulation=window, guards=())
     old_state = with_rule_names(new.state, old.state)
     if new.kind is WrapperState or _has_same_arrays(new.state, old_state):
         return old_state
-    # A clip or a guard has another rule, or a `watch` has another history.
+    # The rule of a clip or guard has changed, or the history of a `watch`.
     if hasattr(new.state, "continued_from"):
         return new.state.continued_from(old_state)
     return new.state
@@ -357,7 +358,7 @@ def _with_scaled_total(window: AccumulationState, factor: Array) -> Accumulation
     """Multiply the sum of gradients by a factor; without micro-batches, replace it by zeros."""
 
     def scaled(x: Array) -> Array:
-        # Without micro-batches, the values are those of an earlier window, which may be NaN.
+        # Without micro-batches, the values are from an earlier window, and may be NaN.
         return jnp.where(jnp.asarray(window.mini_step) > 0, x * factor, jnp.zeros_like(x))
 
     return window.with_total(jax.tree.map(scaled, window.gradient.total))

@@ -111,7 +111,7 @@ def _to_apply_if_finite(
     )
 
 
-# The version of this package that had one state for each guard and accumulation
+# The earlier version of this package, in which each guard and accumulation had its own state
 
 
 def _from_old_accumulation(old: Any) -> WrapperState:
@@ -175,8 +175,8 @@ def _from_old_skip_spikes(old: Any) -> WrapperState:
 def with_rule_names(like: Tree, state: Tree) -> Tree:
     """Add the names of rules to the state of a clip or guard of the earlier version.
 
-    Its states of rules had no names. They are those of the rules in `like` if they have the same
-    fields. Other states are returned unchanged.
+    That version did not store the names of rules. If a state has the same fields as `like`, it
+    receives the names in `like`. Other states are returned unchanged.
     """
     values = dict(jax.tree.leaves_with_path(state))
     field = jax.tree_util.GetAttrKey("rules")
@@ -195,7 +195,7 @@ class _Conversion(NamedTuple):
     """Conversion of a type of state to a `WrapperState` and back.
 
     Attributes:
-        fields: Names of the fields of the state, by which it is recognized.
+        fields: Names of the fields of the state, which identify its type.
         inner: Name of the field that contains the inner state.
         to_wrapper: Function `state -> WrapperState`, without the inner state.
         from_wrapper: Function `(like, WrapperState) -> state`, without the inner state; None for

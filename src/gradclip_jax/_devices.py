@@ -1,9 +1,9 @@
 """Workarounds for specific backends and JAX versions, which do not change results.
 
-Branches on the backend are here and in `_run_if.py`. Other modules only mark, with a comment,
-operations whose form XLA requires. The pages `*-gpu-steps.md` and `workarounds.md` in
-`benchmarks/results` compare training steps with and without each workaround. Measure a workaround
-again with a newer version of JAX than the one that its docstring names.
+Only this module and `_run_if.py` branch on the backend. Other modules only contain comments where
+XLA requires a certain form of an operation. The pages `*-gpu-steps.md` and `workarounds.md` in
+`benchmarks/results` compare training steps with and without each workaround. If JAX is newer than
+the version in the docstring of a workaround, measure the workaround again.
 """
 
 import functools
@@ -187,10 +187,10 @@ def pair_of_sums(axes: Sequence[int], x: Array, y: Array) -> Array:
     """Return `jnp.stack([jnp.sum(x, axes), jnp.sum(y, axes)], -1)`, where `x` may be a mask.
 
     XLA on GPU fuses sums over parameters with the optimizer step, but then updates the parameters
-    in place only if a single sum reads them, and otherwise copies them (JAX 0.11.2). There, both
-    are therefore one complex sum. On TPU, XLA would write the complex array to memory. XLA on CPU
-    materializes the terms of a sum of integers or of a mask, unless the reduction has two operands
-    (JAX 0.10.2).
+    in place only if a single sum reads them, and otherwise copies them (JAX 0.11.2). On GPU, both
+    are therefore computed as one complex sum. On TPU, XLA would write the complex array to memory.
+    XLA on CPU materializes the terms of a sum of integers or of a mask, unless the reduction has
+    two operands (JAX 0.10.2).
     """
 
     def apart(*terms: Array) -> Array:

@@ -57,7 +57,7 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 
 
 def warn(message: str) -> None:
-    """Warn about the innermost line outside of this package, JAX, Optax and `contextlib`."""
+    """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
     files: list[Any] = [__file__, jax.__file__, optax.__file__]
     internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
     frame, level = inspect.currentframe(), 1
@@ -110,13 +110,13 @@ _OTHER_NAMES: Final = {
     "global_clipnorm": "max_norm",
     "max_consecutive_errors": "max_consecutive_skips",
 }
-"""Arguments of other libraries and of earlier versions, and the arguments of this one."""
+"""A mapping from argument names of other libraries and earlier versions to current names."""
 
 
 def _check_names(
     parameters: Iterable[inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise an error that names the right argument if an argument does not exist."""
+    """Raise an error that suggests the right name if an argument does not exist."""
     kinds = {x.name: x.kind for x in parameters}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & {*kinds.values()}:
         return
@@ -136,8 +136,8 @@ def _check_names(
 def named(function: str, *, in_step: bool = True) -> Generator[None]:
     """Context manager or decorator that adds the name of a public function to errors.
 
-    With `in_step`, for code of a training step, profiles contain the name as well, and enclosing
-    public functions such as `apply_gradients` do not replace the name in errors.
+    Use `in_step` for code inside a training step. Profiles then contain the name as well, and
+    enclosing public functions such as `apply_gradients` do not replace the name in errors.
     """
     try:
         with jax.named_scope(function) if in_step else contextlib.nullcontext():

@@ -29,25 +29,26 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `clip_threshold`, `clip_factor` | smallest threshold and factor of all norm groups |
     | `clip_fraction` | fraction of norm groups that were clipped |
     | `mini_step`, `gradient_step` | counters of the accumulation |
-    | `empty_windows` | number of windows that closed without weight |
+    | `empty_windows` | number of windows that closed with a total weight of zero |
     | `loss_scale` | factor of the next loss |
     | `skip_threshold`, `loss_threshold` | smallest thresholds of `skip_spikes` |
     | `skipped_nonfinite`, `skipped_large_norm` | numbers of skipped steps by cause |
     | `skipped_large_loss` | number of steps that `skip_spikes` skipped because of the loss |
     | `skipped_other` | number of steps that `skip_if` skipped |
-    | `consecutive_skips` | number of steps without an applied update since the last one |
+    | `consecutive_skips` | number of consecutive steps without an applied update |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `update_norm`, `parameter_norm` | norms in the last call of `watch` |
     | `nonfinite_elements` | number of non-finite elements of the gradient in this call |
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    Each number has one key. Guards that are directly around each other are one state, whose skips
-    are sums. If several clips or other states have the same metric, the path of the state is
-    appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain, and the
-    key without a path is the sum of skips, the largest `consecutive_skips` and `guard_failed`, and
-    the smallest `skip_threshold` and `loss_threshold`. When clipping by group, the label is
-    appended, as in `grad_norm/body`. With `optax.partition`, each group has a `grad_norm`.
+    Each number has one key. Guards that are directly around each other share one state, and their
+    skips are added. If several clips or other states have the same metric, the path of the state is
+    appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain. The key
+    without a path then contains the sum of skips, the largest `consecutive_skips` and
+    `guard_failed`, and the smallest `skip_threshold` and `loss_threshold`. When clipping by group,
+    the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
+    `grad_norm`.
 
     Args:
         state: Pytree that contains optimizer states, such as a train state or the state of

@@ -102,7 +102,7 @@ def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -
     """Return the results of `compute_step` if the predicate is true, else zeros and the carry.
 
     Derivatives evaluate the step again in a `lax.cond`, because the derivative of a selection is
-    NaN if that of the skipped step is infinite.
+    NaN if the derivative of the skipped step is infinite.
     """
     start = jax.tree.map(zeros_of_type, computed[0]), carry
     known = Partial(lambda computed, carry: computed, computed)

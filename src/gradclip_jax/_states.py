@@ -1,6 +1,6 @@
 """Find, read and replace the states of this package in an optimizer state.
 
-The class of a state describes the state. These members are read wherever the state is nested:
+Classes of states have these members, which are read wherever a state is nested:
 
 | member | states | meaning |
 | --- | --- | --- |

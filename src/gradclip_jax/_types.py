@@ -50,9 +50,9 @@ _Class = TypeVar("_Class", bound=type)
 def as_pytree(cls: _Class) -> _Class:
     """Register a dataclass of functions and options as a pytree whose leaves are its fields.
 
-    Libraries such as Optimistix read the arrays that the functions close over, so that an optimizer
-    with another learning rate is not traced again. They create nodes with leaves that are not
-    functions, which the checks of `__post_init__` would reject.
+    Libraries such as Optimistix read the arrays that the functions close over, so that a new
+    learning rate does not cause a new trace. They also create instances whose leaves are not
+    functions, which `__post_init__` would reject.
     """
     names = [field.name for field in dataclasses.fields(cls)]
 

@@ -31,7 +31,7 @@ class WeightedSum(NamedTuple):
 
     Attributes:
         total: Sum of the weighted trees, in the dtype of the accumulator. The values are ignored
-            while `weight` is 0, so that a sum is emptied without writing zeros.
+            while `weight` is 0, so that a sum can be emptied without writing zeros.
         weight: Sum of the weights, float32[].
     """
 
@@ -44,9 +44,9 @@ class WeightedSum(NamedTuple):
         """Add a tree times its weight if `is_added`, which must not be a compile-time constant.
 
         The addition is not conditional, because the host of a GPU would wait for its predicate.
-        Trees that are not added may contain NaN. A weight of None is 1 without a product. Pass
-        `is_zeroed=True` if the total of an empty sum is known to be 0, which omits a selection. XLA
-        can then move the all-reduce of a gradient out of a loop over micro-batches.
+        Trees that are not added may contain NaN. A weight of None means 1 and omits the product.
+        Pass `is_zeroed=True` if the total of an empty sum is known to be 0, which omits a
+        selection. XLA can then move the all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
         added_weight = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)

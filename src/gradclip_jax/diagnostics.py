@@ -2,7 +2,7 @@
 
 | function | result |
 | --- | --- |
-| `read_log` | incidents and a summary of a log, also of another trainer |
+| `read_log` | incidents and a summary of a log, including logs of other trainers |
 | `plot_log` | plot of a log, or of rows of a `Monitor` |
 | `suggest_max_norm` | a `max_norm` based on the norms of a run |
 | `nonfinite_leaves` | leaves that contain NaN or infinity |
@@ -10,7 +10,7 @@
 | `noise_scale` | gradient noise scale from logged norms |
 | `verify_step` | whether a device computes wrong results, and which |
 
-Use `gcx.metrics` to log values at every step, and `gcx.Monitor` to learn what went wrong.
+Use `gcx.metrics` to log values at every step, and `gcx.Monitor` to find out what went wrong.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _count_on_device(x: _types.Array) -> _types.Array:
 
 
 class Verification(typing.NamedTuple):
-    """What `verify_step` found.
+    """The result of `verify_step`.
 
     Attributes:
         verdict: "equal", "transient", "device" or "not reproducible"; see `verify_step`.
@@ -108,8 +108,8 @@ def verify_step(
     | verdict | runs that differ | cause |
     | --- | --- | --- |
     | equal | none | no fault |
-    | transient | one of the four | a fault of a device that does not come back |
-    | device | those on other devices, but not two on the same | a device that is wrong each time |
+    | transient | one of the four | a device fault that occurs only once |
+    | device | runs on different devices, but not on the same | a device that is always wrong |
     | not reproducible | any others | by design, such as atomic additions on a GPU without \
       `XLA_FLAGS=--xla_gpu_deterministic_ops=true`; or a device that is wrong at random |
 
@@ -180,8 +180,8 @@ def _suspects(
 ) -> dict[str, list[int]]:
     """Return the devices that may have computed each output that differs in a pair of runs.
 
-    These are the devices of the first run. For the fault of a device, which is in both runs, they
-    are the devices that computed every place that differs in one of the runs.
+    By default, these are the devices of the first run. With `is_device_fault`, they are the devices
+    that computed every differing part in one of the two runs.
     """
     suspects: dict[str, list[set[int]]] = {}
     for first, second in pairs:

@@ -44,12 +44,11 @@ def microbatched_value_and_grad(
     """Compute `jax.value_and_grad(fun)` with the memory of one micro-batch instead of the batch.
 
     The returned function splits the batch, runs `fun` on one micro-batch at a time, and averages
-    values and gradients. The result equals that of the whole batch if `fun` is a mean over
-    examples, or, with `has_weight`, a weighted mean, for example over tokens. It does not equal
-    that of the whole batch if `fun` compares examples with each other, as a contrastive loss or a
-    batch normalization does, and nothing raises an error. Check that the loss of a batch is the
-    mean of the losses of its halves, or split only the encoder, with
-    `jax.lax.map(jax.checkpoint(encode), micro_batches)`.
+    values and gradients. The result is the same as for the whole batch if `fun` is a mean over
+    examples, or, with `has_weight`, a weighted mean, for example over tokens. If `fun` compares
+    examples with each other, as a contrastive loss or batch normalization does, the result differs,
+    and no error is raised. Check that the loss of a batch is the mean of the losses of its halves,
+    or split only the encoder, with `jax.lax.map(jax.checkpoint(encode), micro_batches)`.
 
     Use `accumulate_gradients` to accumulate over several calls; both can be combined.
 
@@ -81,11 +80,12 @@ def microbatched_value_and_grad(
         argnums: Positions of the differentiated arguments, which must not be split.
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
-        rng_argnums: Positions of random keys, or pytrees of them; each micro-batch receives others.
+        rng_argnums: Positions of random keys or pytrees of keys. Each micro-batch receives
+            different keys.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
             gradient are then weighted means. The weights of all micro-batches are computed first,
             and each loss is multiplied by the ratio of its weight and the mean weight before it is
-            differentiated, so that cotangents inside `fun` have the size of those of the loss.
+            differentiated, so that cotangents inside `fun` are about as large as without weights.
             Host callbacks in `fun` run twice.
         accumulator_dtype: Dtype of the gradient sums; see `accumulate_gradients`.
         reduction: Reduction of values and gradients; see `accumulate_gradients`.
@@ -97,8 +97,8 @@ def microbatched_value_and_grad(
             `num_real_microbatches` must be equal on all devices.
 
     Returns:
-        A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`. It
-        returns the total weight.
+        A function like `jax.value_and_grad(fun, argnums, has_aux=has_aux or has_weight)`. In its
+        result, the weight is the sum over all micro-batches.
 
     Raises:
         ValueError: If `num_microbatches` is less than 1, does not divide the batch size, or is less
@@ -221,7 +221,7 @@ class _MicroBatches(NamedTuple):
         return jax.eval_shape(lambda: self.call(*self.args))[1][1]
 
     def all_reduced(self, grads: Tree) -> Tree:
-        """Sum each gradient over those of `axes` over which its parameter is replicated."""
+        """Sum each gradient over the mesh axes along which its parameter is replicated."""
 
         def all_reduced(grad: Array, param: Array) -> Array:
             return sum_over(grad, varying_axes(grad) & (self.axes - varying_axes(param)))
@@ -262,7 +262,7 @@ def _reduced(
 
     aux = aux_leaves(aux_reduction, split, aux_like, micro_batches.whole_aux)
     empty = empty_outputs(value_like, grads_like, aux, grad_dtype)
-    # The weights are divided by the mean of the positive weights, so that their sum is a count.
+    # The weights are divided by the mean of the positive weights, so that they sum to `count`.
     total_weight, count = jnp.sum(weights), jnp.maximum(jnp.sum(weights > 0), 1)
     mean_weight = jnp.where(total_weight > 0, total_weight, 1) / count.astype(jnp.float32)
     scales = weights / mean_weight

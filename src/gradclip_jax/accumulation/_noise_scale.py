@@ -26,8 +26,8 @@ def noise_scale(
         |G|^2 ~ mean((big_batch * big - small_batch * small) / (big_batch - small_batch))
 
     Both estimates are unbiased but noisy, so average them over many steps: pass the values of all
-    steps of a log. Accumulation provides both norms, those of the micro-batches and that of their
-    mean. So does `per_example.norms`, with a `small_batch` of 1.
+    steps of a log. Gradient accumulation provides both: the norms of the micro-batches, and the
+    norm of their mean. `per_example.norms` provides the norms for a `small_batch` of 1.
 
     | case | scale |
     | --- | --- |
@@ -37,9 +37,9 @@ def noise_scale(
     | no step with finite norms | NaN |
 
     Args:
-        small: Squared norm of the gradient of a small batch, or the mean of several such squared
-            norms, for each step.
-        big: Squared norm of the gradient of a big batch at the same parameters, for each step.
+        small: For each step, the squared gradient norm of a small batch, or the mean of several
+            such squared norms.
+        big: For each step, the squared gradient norm of a big batch at the same parameters.
         small_batch: Number of examples or tokens in a small batch; a number, or one for each step.
         big_batch: Number of examples or tokens in a big batch; larger than `small_batch`.
 

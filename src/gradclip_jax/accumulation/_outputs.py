@@ -45,18 +45,18 @@ class AuxLeaf(NamedTuple):
         return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), self.like.dtype)).dtype
 
     def updated(self, old: Array, x: Array) -> Array:
-        """Add a value to a leaf that is summed, or replace a leaf whose last value is returned."""
+        """Add a value to the old one for the reduction "sum"; replace the old one for "last"."""
         x = jnp.asarray(x).astype(old.dtype)
         return old + x if self.reduction == "sum" else x
 
 
 class _Carry(NamedTuple):
-    """What the loop over micro-batches carries from one iteration to the next.
+    """The carry of the loop over micro-batches.
 
     Attributes:
         sums: Weighted sum of `(value, grads, means)`, where `means` maps the index of each averaged
             leaf of aux to its sum.
-        kept: Leaves of aux that are summed, or of which the last value is kept, by index.
+        kept: Leaves of aux with the reduction "sum" or "last", by index.
         num_done: Number of micro-batches so far, int32[].
     """
 
@@ -74,20 +74,20 @@ def run_micro_batches(
 ) -> tuple[WeightedSum, dict[int, Array]]:
     """Run all micro-batches, and reduce their outputs inside the loop.
 
-    Only the rows of leaves of aux that are concatenated are stacked.
+    Leaves of aux are stacked only if their reduction is "concatenate".
 
     Args:
         micro_batch: Function `(index, scale) -> ((value, aux), grads)`, where `grads` are already
             multiplied by the scale.
         empty: Empty sum of `(value, grads, means)`; see `empty_outputs`.
         aux: Leaves of the auxiliary output.
-        scales: Weight of each micro-batch divided by the mean weight, float32[num_parts]; 0 for a
-            micro-batch that does not count.
+        scales: Weight of each micro-batch divided by the mean weight, float32[num_parts]; 0 for
+            padding and for micro-batches of weight 0.
         split: How the arguments are split.
 
     Returns:
-        The sum over the micro-batches, whose weight is the number of nonzero scales, and the leaves
-        of aux that are not averaged, by index.
+        The sum over the micro-batches, and a dict from indices to the leaves of aux that are not
+        averaged. The weight of the sum is the number of nonzero scales.
     """
     kept = [i for i, leaf in enumerate(aux) if leaf.reduction in ("sum", "last")]
     concatenated = [i for i, leaf in enumerate(aux) if leaf.reduction == "concatenate"]
@@ -126,7 +126,7 @@ def run_micro_batches(
 def empty_outputs(
     value: Any, grads: Tree, aux: Sequence[AuxLeaf], grad_dtype: Callable[[DTypeLike], DTypeLike]
 ) -> WeightedSum:
-    """Return a sum of `(value, grads, means)` without terms, for outputs of the given shapes.
+    """Return an empty sum of `(value, grads, means)` for outputs of the given shapes.
 
     `grad_dtype` maps the dtype of a gradient to the dtype of its sum.
     """
@@ -148,7 +148,7 @@ def _averaged(aux: Sequence[AuxLeaf]) -> list[int]:
 
 
 def _joined(rows: Array, leaf: AuxLeaf, split: Split) -> Array:
-    """Return rows that are stacked by micro-batch as rows of all examples, in their order.
+    """Concatenate rows that are stacked by micro-batch, in the order of the examples.
 
     The rows of micro-batches that do not run are zeros.
     """
@@ -190,7 +190,7 @@ def aux_leaves(
 
 
 def _supported_reductions(like: Any, whole: Any, split: Split) -> list[str]:
-    """Return the reductions for a leaf of the shape `like`, and `whole` for the whole batch."""
+    """Return the reductions for a leaf, given its shape in a micro-batch and in the batch."""
     has_rows = split.rows_per_example(like.shape) > 0
     is_supported = {
         "mean": jnp.issubdtype(like.dtype, jnp.inexact),
@@ -203,7 +203,7 @@ def _supported_reductions(like: Any, whole: Any, split: Split) -> list[str]:
 
 
 def _default_reduction(like: Any, whole: Any, supported: Sequence[str]) -> str | None:
-    """Return the reduction of a leaf for which the user chose none; None if there is no default."""
+    """Return the default reduction of a leaf, or None if it has no default."""
     if "concatenate" in supported:
         return "concatenate"
     is_number = like.shape == whole.shape == () and jnp.issubdtype(like.dtype, jnp.floating)

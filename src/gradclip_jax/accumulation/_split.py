@@ -66,7 +66,7 @@ class Split(NamedTuple):
         return tuple([args[i] for i in self.argnums])
 
     def with_differentiated(self, args: Sequence[Tree], new: Tree) -> list[Tree]:
-        """Return the arguments with other values of the differentiated ones."""
+        """Return the arguments after replacing the differentiated arguments."""
         replaced = list(args)
         for i, x in zip(self.argnums, (new,) if self.has_one_argnum else new, strict=True):
             replaced[i] = x
@@ -89,7 +89,7 @@ class Split(NamedTuple):
         return replaced
 
     def rows_per_example(self, shape: Sequence[int]) -> int:
-        """Return how many rows of an output belong to each example, or 0 if it has no such rows."""
+        """Return the number of rows per example in an output; 0 if it has no rows per example."""
         if not (shape and self.batch_argnums):
             return 0
         if self.part_size == 0:
@@ -162,7 +162,7 @@ def bind_split(
 def _check_num_args(
     num_args: int, given: Mapping[str, object], positions: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise if a call has too few positional arguments for the positions, which may be negative."""
+    """Raise if a position, which may be negative, is out of range of the positional arguments."""
     needed = max(-i if i < 0 else i + 1 for found in positions.values() for i in found)
     if num_args < needed:
         hint = "Pass the parameters and the batch by position, not by keyword."
@@ -224,7 +224,7 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
 
 
 def check_parts(num_parts: Count, num_real: Number | None) -> None:
-    """Raise if a number of micro-batches is invalid, or less than the number that should run."""
+    """Raise if the number of micro-batches is invalid, or less than the number to run."""
     check_length("num_microbatches", num_parts, "Pass 1 to use the whole batch at once.")
     if num_real is not None:
         hint = "Pass None to run all micro-batches."

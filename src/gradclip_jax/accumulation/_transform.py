@@ -78,7 +78,7 @@ def accumulate_gradients(
     Returns:
         A gradient transformation with a `WrapperState`, whose field `accumulation` is an
         `AccumulationState`. The inner optimizer receives gradients in the dtype of the accumulator.
-        The updates have the dtypes that it returns for the incoming gradients.
+        The updates have the dtypes that this optimizer returns for the incoming gradients.
 
     Raises:
         ValueError: If `every` is less than 1, or if `reduction` is unknown.

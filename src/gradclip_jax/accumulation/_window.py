@@ -56,7 +56,7 @@ def flush(
     """Run the inner optimizer on the mean gradient of an unfinished accumulation window.
 
     Use this function at the end of an epoch whose number of micro-batches is not a multiple of
-    `every`. It changes only accumulations and what is inside them:
+    `every`. It changes only accumulations and the transformations inside them:
 
     | part of `tx` | result |
     | --- | --- |
@@ -174,7 +174,7 @@ def _without_outcomes(state: Tree) -> Tree:
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
-    """Return the old state, in which `watch` and all accumulations have their new states."""
+    """Return the old state with the new states of `watch` and of all accumulations."""
 
     def select(old: Tree, new: Tree) -> Tree:
         if isinstance(old, WrapperState):

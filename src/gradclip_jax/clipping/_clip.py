@@ -159,7 +159,7 @@ def norm_clip(
         groups = granularity.partition(leaves.arrays, updates)
         if labels is not None:
             groups = select_labels(argument, groups, labels)
-        # Only local norms, such as those of rows, may differ between devices.
+        # Only local norms, such as the norms of rows, may differ between devices.
         norm_axes = axis_name if groups.is_local else ()
 
         norms = group_norms(leaves.arrays, groups, order, axis_name)
@@ -188,10 +188,7 @@ def norm_clip(
 
 
 def _init_state(rules: Sequence[Rule], labels: Sequence[Hashable], num_norms: int) -> ClipState:
-    """Return the state before the first step; no two of its arrays share a buffer.
-
-    Otherwise the state could not be donated.
-    """
+    """Return the initial state, whose arrays do not share buffers, so that it can be donated."""
 
     def filled(value: float) -> Scalar | dict[str, Scalar]:
         by_label = {str(label): jnp.full((), value, jnp.float32) for label in labels}

@@ -157,7 +157,7 @@ def apply_rule(
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
     Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite;
-    `is_finite` is about the norms that this rule does not receive.
+    `is_finite` is whether all norms that this rule does not receive are finite.
     """
     if rule.init is None:
         value, old_state = norm, ()

@@ -220,8 +220,8 @@ def clip_by_group_norm(
 ) -> optax.GradientTransformation:
     """Scale each group of leaves so that its norm is at most its threshold.
 
-    Leaves whose label is not in `max_norms` remain unchanged and belong to no norm. A NaN or
-    infinity in one of the other leaves makes all of them NaN.
+    Leaves whose label is not in `max_norms` remain unchanged and are not part of any norm. A NaN or
+    infinity in a clipped leaf makes all clipped leaves NaN.
 
     Args:
         max_norms: Mapping from label to threshold; a positive number, a traced scalar, a schedule,
@@ -499,7 +499,7 @@ def adagc(
 
 
 class ClampState(NamedTuple):
-    """State of `clip_by_value`, which shows `scale_loss` that there is a clip."""
+    """State of `clip_by_value`. It contains no arrays, but lets `scale_loss` detect the clip."""
 
     is_clip = True
 

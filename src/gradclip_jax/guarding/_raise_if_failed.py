@@ -1,4 +1,4 @@
-"""Stop a training whose guards have failed."""
+"""Stop training if a guard has failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES: Final[dict[type, str]] = {
     LossScaleState: "dynamic_loss_scale",
     SpikeState: "skip_spikes",
 }
-"""The public functions of guards, by the types of their own states."""
+"""A mapping from the types of guards' states to their public functions."""
 
 
 def _name_of(guard: GuardState) -> str:

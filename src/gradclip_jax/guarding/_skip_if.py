@@ -1,4 +1,4 @@
-"""Guards that users define."""
+"""Guards with user-defined conditions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SkipRule:
         should_skip: Function `(grads, state, params, **extra_args) -> (skip, observed)`. `skip` is
             a bool[] that is the same on all devices, and `observed` is a pytree for `advance`.
         advance: Function `(state, observed, skipped) -> state`, called after `should_skip` if this
-            guard skips the step, or if the step is applied or its micro-batch accumulated. The
+            guard skips the step, or if the step is applied or the micro-batch is accumulated. The
             shapes and dtypes of the state must not change.
 
     Examples:

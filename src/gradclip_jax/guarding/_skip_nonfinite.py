@@ -45,9 +45,9 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps with non-finite gradients; parameters and state stay unchanged.
 
-    A step is applied only if the gradient and its sum of squares are finite, and also the loss and
-    the weight if `update` receives them as `value` or `loss`, and `weight`. With `check="step"`,
-    the update and the next inner state must be finite as well.
+    A step is applied only if the gradient and its sum of squares are finite. If `update` receives
+    the loss (`value` or `loss`) or a `weight`, they must be finite, too. With `check="step"`, the
+    update and the next inner state must be finite as well.
 
     | step | result |
     | --- | --- |
@@ -85,11 +85,11 @@ def skip_nonfinite(
             permanently; an integer >= 1, or None for no limit. The guard only sets this flag. Check
             it in the training loop with `if gcx.metrics(state)["guard_failed"]: ...`.
         axis_name: See `clip_by_global_norm`; `()` raises, because devices would decide differently.
-        trainable: Leaves that are trained, as a prefix tree of bools or a function from the
-            parameters to one. All other leaves are frozen: they are not checked and reach `inner`
-            as zeros, so that a NaN cannot come in through a clip. None trains all leaves. To check
-            only some of the trained leaves, use `skip_if` with a predicate, such as
-            `lambda grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"]))`.
+        trainable: Leaves that are trained, as a prefix tree of bools or a function
+            `params -> bools`. All other leaves are frozen: they are not checked and reach `inner`
+            as zeros, so that their NaNs cannot reach other leaves through a clip. None trains all
+            leaves. To check only some of the trained leaves, use `skip_if` with a predicate, such
+            as `lambda grads, params, **_: ~jnp.isfinite(gcx.global_norm(grads["adam"]))`.
 
     Returns:
         A gradient transformation with a `WrapperState`. With `apply_gradients` and donated

@@ -22,8 +22,8 @@ class SpikeState(NamedTuple):
     """State of the thresholds of `skip_spikes`.
 
     Attributes:
-        thresholds: Thresholds at the last step for each of "norm" and "loss", float32[]; the
-            largest float32 if there is none.
+        thresholds: Thresholds of "norm" and "loss" at the last step, float32[]; the largest float32
+            for a missing threshold.
         rules: State of each threshold rule, in a dictionary by the name of the rule.
     """
 
@@ -63,7 +63,8 @@ def skip_spikes(
 
     Rules also receive the finite values of skipped steps, so that they adapt to a lasting rise: in
     our tests `mean_std` after 4 skips, `percentile` after 9, and `zscore` after 31. The average of
-    `ema` moves by clipped values, for example tenfold in 80 skips, and only if its factor is large.
+    `ema` is updated with clipped values, so it adapts only if its factor is large, for example
+    tenfold in 80 skips.
 
     Only the gradient and the loss are measured; to check the update as well, wrap the guard in
     `skip_nonfinite(check="step")`. To scale large gradients instead, use `clip_by_global_norm`; to

@@ -1,19 +1,19 @@
 """Find the incidents in the rows of a run, with NumPy on the host.
 
     values   = logarithms of the norms, of the RMS of the taps and of the loss; NaN if unknown
-    findings = what the rules of `_outliers` find in the values of a row
-    faults   = what the findings and the flags of the row mean, one fault for each kind
-    incident = the faults of a row in one sentence
+    findings = results of the rules of `_outliers` for the values of a row
+    faults   = problems that the findings and the flags of the row indicate, one for each kind
+    incident = all faults of a row, described in one sentence
 
 | kind of fault | rule |
 | --- | --- |
 | `nan`, `infinity` | the gradient norm is not finite |
 | `norm`, `leaf`, `update`, `parameter`, `tap` | the norm or the RMS is an outlier; a norm that is \
   not finite is a fault as well |
-| `drift` | a gradient norm has risen for good |
+| `drift` | a gradient norm has risen permanently |
 | `zero` | a gradient norm is 0: of the tree in one row, of a unit in a streak |
 | `loss` | the loss is an outlier, is not finite, is 0 in a streak, or has diverged |
-| `risen` | the loss has risen for good, or the run does not learn |
+| `risen` | the loss has risen permanently, or the run does not learn |
 | `flat` | beside `risen`: the run does not learn, and its loss has hardly changed |
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
 | `clip` | a factor of a clip is 0 or below STARVING in a streak |
@@ -51,11 +51,11 @@ from ._rows import Names, Outcome, Rows
 
 UNLEARNED = 5 * BLOCK
 """A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are
-above the first BLOCK ones. Noise with a correlation of 0.9 from row to row does this in 1 of 100
-runs."""
+above its first BLOCK losses. If consecutive losses are noise with a correlation of 0.9, this
+happens in 1 of 100 runs."""
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
-"""The flags of rows that are incidents even if no number in them is unusual."""
+"""Rows with one of these flags are incidents even if all of their values are normal."""
 
 
 class Incident(NamedTuple):
@@ -67,7 +67,7 @@ class Incident(NamedTuple):
             lists them.
         sentence: What happened in the step.
         leaf: Name of the leaf or layer with the strongest evidence; "" if it is unknown.
-        loss_threshold: Loss from which on it is an outlier; inf if there is no threshold yet.
+        loss_threshold: Smallest loss that is an outlier; inf if there is no threshold yet.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
         streak: Number of incidents with a common kind that follow each other within 8 rows,
             including this one.
@@ -87,10 +87,10 @@ class Incident(NamedTuple):
 
 
 class LossRise(NamedTuple):
-    """A loss that has risen for good.
+    """A loss that has risen permanently.
 
     Attributes:
-        text: Which losses have risen, and what they were compared with.
+        text: Description of the losses that have risen and of the losses they are compared with.
         threshold: The loss above which the rise continues.
         has_exploded: Whether the loss fell at first, and is now far above its recent values.
         is_flat: Whether the loss has hardly changed since the start, unlike a value loss.
@@ -103,22 +103,22 @@ class LossRise(NamedTuple):
 
 
 class Losses:
-    """Compare the losses of a run with its first and with its best ones."""
+    """Compare the losses of a run with its first losses and its best losses."""
 
     def __init__(self):
         self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = math.inf  # the first finite loss, the highest of the best BLOCK
+        self.first = self.best = math.inf  # first finite loss, highest of the best BLOCK losses
         self.count, self.is_positive = 0, True
 
     def compare(
         self, losses: HostArray, levels: HostArray
     ) -> tuple[dict[int, LossRise], HostArray]:
-        """Compare the next losses; `levels` are the medians of the losses before each one.
+        """Compare the next losses; `levels` contains the median of the losses before each.
 
         Returns:
-            Each rise, with the index of the loss that completes it; and whether the losses up to
-            each one may be value losses, which grow with the return of a policy. Such losses have
-            not fallen since the start, or are negative at times.
+            A dict from indices of losses to the rises that they complete, and a bool for each loss:
+            whether it may be a value loss, which grows with the return of a policy. Value losses
+            have not fallen since the start, or are sometimes negative.
         """
         ratio, losses = RATIO["loss"], np.where(np.isfinite(losses), losses, np.inf)
         finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
@@ -127,7 +127,7 @@ class Losses:
         log_losses = np.log(losses, where=losses > 0, out=np.full(len(losses), np.nan))
         has_risen, *levels_of_rise = self.rises.compare(log_losses[:, None])
         lowest, best = np.exp(levels_of_rise)[..., 0]
-        # BLOCK consecutive losses were clearly below the first one.
+        # True if BLOCK consecutive losses were clearly below the first loss.
         best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
         have_fallen = best_so_far * ratio < self.first
         is_high = (index < PERIOD - 1) | (levels > ratio * self.first)
@@ -166,9 +166,9 @@ class Fault(NamedTuple):
     """A problem in a row, such as a NaN or a loss that is too large.
 
     Attributes:
-        kind: One of the kinds of the module.
-        text: Its part of the sentence of the incident.
-        by_unit: Strength of the evidence in each unit; empty if the units are unknown.
+        kind: A kind from the table of this module.
+        text: Description, which becomes a part of the sentence of the incident.
+        by_unit: Strength of the evidence in each leaf or layer; empty if it is unknown.
     """
 
     kind: str
@@ -177,7 +177,7 @@ class Fault(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """A row, and what the rules of `_outliers` find in it.
+    """A row, and the results of the rules of `_outliers` for its values.
 
     Attributes:
         place: Number of rows before this one.
@@ -187,13 +187,13 @@ class Findings(NamedTuple):
         thresholds: The smallest values that would be outliers, by column.
         unit_rises: The part of `rises` for the gradient norms of the units.
         tap_rises: The part of `rises` for the RMS of the taps.
-        drifts: Logarithm of the ratio by which the gradient norms of the tree and of each unit have
-            risen for good; 0 for others.
+        drifts: Logarithms of the ratios by which gradient norms have risen permanently, for the
+            tree and each unit; 0 without a rise.
         is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
         is_zero_loss: Whether the loss has become 0.
         loss_rise: A lasting rise of the loss, or None.
         has_grown: Whether the loss may be a value loss, which grows with the return of a policy.
-        is_starving: Whether the factor of a clip has long been almost 0.
+        is_starving: Whether the factor of a clip has been almost 0 for a long time.
     """
 
     place: int
@@ -218,13 +218,13 @@ class Findings(NamedTuple):
         return bool(is_outlier or has_exploded or not math.isfinite(self.row.loss))
 
     def describe(self, name: str, value: float, column: int) -> str:
-        """Describe a value by its name, and by its threshold if the value exceeds it."""
+        """Describe a value, with its threshold if the value exceeds it."""
         limit = self.thresholds[column]
         return f"{name} {value:.2g}" + (f" (threshold {limit:.2g})" if value > limit else "")
 
 
 def _faults_of(x: Findings) -> Iterator[Fault]:
-    """Yield the faults of a row; those that point to a unit most clearly come first."""
+    """Yield the faults of a row; faults that identify a leaf or layer most clearly come first."""
     row = x.row
     norm, _, parameter = row.norms[:, 0].tolist()
     if x.rises[PARAMETER] or not math.isfinite(parameter):
@@ -264,7 +264,7 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
 
 
 def _update_fault(x: Findings) -> Iterator[Fault]:
-    """Yield the fault of an update that is an outlier, not finite, or of a skipped step."""
+    """Yield a fault if the update is an outlier or not finite, or if the step was skipped."""
     norm = float(x.row.norms[1, 0])
     if x.rises[UPDATE] or not math.isfinite(norm) or x.row.outcome & Outcome.SKIPPED:
         yield Fault("update", x.describe("update norm", norm, UPDATE), x.row.norms[1, 1:])
@@ -279,9 +279,9 @@ def _nonfinite_gradient(row: Rows) -> Fault:
 
 
 def _parts(row: Rows) -> tuple[HostArray, str]:
-    """Return the contribution of each unit to a gradient, and describe the largest share.
+    """Return how much each unit contributes to a gradient, and format the largest share.
 
-    A contribution is a number of non-finite elements if there are any, otherwise a squared norm.
+    A contribution is a number of non-finite elements, or a squared norm if all are finite.
     """
     bad, norms = row.nonfinite[1:], row.norms[0, 1:]
     parts = bad if bad.any() else ~np.isfinite(norms)
@@ -310,18 +310,18 @@ class Detector:
         self.drifts = LastingRises(np.log(ratios))
         self.zeros = Streaks([1, *[PERIOD] * (num_units + 1)])  # tree, units, loss
         self.small_factors = Streaks([PERIOD, STARVING_ROWS])
-        self.count, self.last_overflow = 0, -HISTORY  # number of rows, and one of them
-        # The last incident, its row, and the first step of its streak.
+        self.count, self.last_overflow = 0, -HISTORY  # numbers of rows, now and at an overflow
+        # The last incident, the index of its row, and the first step of its streak.
         self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
-        """Return the incidents in the next rows, which may be any number of rows."""
+        """Return the incidents in any number of next rows."""
         starts = range(0, len(rows.step), HISTORY)  # in parts, to use less memory
         parts = (rows.take(slice(start, start + HISTORY)) for start in starts)
         return [x for part in parts for row in self._findings(part) for x in self._incidents(row)]
 
     def _findings(self, rows: Rows) -> Iterator[Findings]:
-        """Yield the findings of the next rows, without rows in which nothing was found."""
+        """Yield the findings of the next rows; skip rows without findings."""
         gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
         gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
         loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
@@ -364,7 +364,7 @@ class Detector:
         self.count += len(values)
 
     def _drifts(self, tree: HostArray, units: HostArray) -> HostArray:
-        """Return by how much the gradient norms of the tree and of the units have risen for good.
+        """Return the permanent rises of the gradient norms of the tree and of the units.
 
         With more than two units, they are compared with their median instead of the tree.
         """
@@ -381,8 +381,8 @@ class Detector:
         return {int(at[i]): rise for i, rise in rises.items()}, has_grown
 
     def _is_starving(self, rows: Rows) -> HostArray:
-        """Return whether a clip factor has been 0 for some steps, or almost 0 for long."""
-        # In other rows, the clip did not run, or its factor means nothing.
+        """Return whether a clip factor has been 0 or almost 0 for too many steps."""
+        # In other rows, the clip did not run or its factor is meaningless.
         has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
         factor = rows.factors.min(axis=1, initial=1.0)
         is_small = np.column_stack([factor == 0, (factor > 0) & (factor < STARVING)])
@@ -407,7 +407,7 @@ class Detector:
             yield self._incident(x, faults, threshold)
 
     def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
-        """Return the faults of a row as an incident, which may continue a streak."""
+        """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
@@ -436,7 +436,7 @@ class Detector:
         return self.last
 
     def _unit_of(self, fault: Fault) -> str:
-        """Return the name of the unit with the strongest evidence, or "" if it is unknown."""
+        """Return the name of the leaf or layer with the strongest evidence; "" if unknown."""
         return self.names.units[np.argmax(fault.by_unit)] if fault.by_unit.any() else ""
 
 
@@ -445,7 +445,7 @@ def _logarithms(
 ) -> HostArray:
     """Return the columns that `Outliers` compares, float[rows, columns].
 
-    They are logarithms, and the loss itself. Values that are not finite are NaN, and so are the
+    They contain logarithms, and the loss itself. Non-finite values become NaN, and so do the
     logarithms of values that are not positive.
     """
     singles = [gradient[:, :1], other_norms, loss[:, None]]

@@ -30,21 +30,21 @@ WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startsw
 """The words of the key `outcome`, and their flags."""
 
 _ROW = "loss", "gradient_norm", "outcome", "rewind_to"
-"""A line with one of these keys is a row, or marks a rewind."""
+"""A line with one of these keys is a row or marks a rewind."""
 
 KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *DECISION}
-"""The keys of a line, except those of a unit and of one of several clips."""
+"""The keys of a line, except the keys of single leaves, layers or clips."""
 
 _MAX_STEP = 2.0**53
 
 _LATE = 8
-"""Maximum number of rows by which a line may be late in a log that is not in order."""
+"""Maximum delay of a line in a log that is not in order, in rows."""
 
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, Any]]:
-    """Convert rows to lines; those of the mask `with_units` contain the norms of units."""
+    """Convert rows to lines; rows in the mask `with_units` include norms of leaves or layers."""
     columns = [(key, column.tolist(), int(x)) for key, column, x in _columns(rows, names)]
     outcome = np.where(with_units, rows.outcome, rows.outcome & ~int(Outcome.HAS_UNITS)).tolist()
     return [
@@ -55,16 +55,16 @@ def to_lines(rows: Rows, names: Names, with_units: HostArray) -> list[dict[str, 
 
 
 def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, str]:
-    """Convert columns to rows without taps, with the units of `names`, or with all if it is None.
+    """Convert columns to rows without taps, with the units in `names`; None includes all units.
 
     Returns:
-        The rows, their names, and a sentence about the lines that are not in the rows, or "".
+        The rows, their names, and a sentence about omitted lines, "" if there are none.
     """
     steps, row_of, remark = _join_steps(columns)
     clips = tuple(key for key in columns if key.startswith("clip_factor") and columns[key])
     names = names._replace(clips=clips) if names else Names(units_in(columns), clips)
     rows = Rows.zeros(len(steps), names)
-    rows.step[:], rows.factors[:] = steps, 1  # a clip that is not in a line has not clipped
+    rows.step[:], rows.factors[:] = steps, 1  # a line without a factor was not clipped
     rows.outcome[:] = int(Outcome.APPLIED)
     bits_of = functools.cache(_outcome_bits)
     bits = {line: bits_of(str(text)) for line, text in columns.get("outcome", {}).items()}
@@ -79,7 +79,7 @@ def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, 
 
 
 def lines_with(columns: Columns, keys: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return the values of some keys in each line that has all of these keys, by its index."""
+    """Return a dict from the index of each line with all of these keys to its values."""
     found = [columns.get(key, {}) for key in keys]
     lines = sorted(i for i in min(found, key=len) if all(i in column for column in found))
     return {i: {key: columns[key][i] for key in keys} for i in lines}
@@ -98,7 +98,7 @@ def units_in(columns: Columns) -> tuple[str, ...]:
 
 
 def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome]]:
-    """Yield the key of each number in a line, its column, and the flags of rows that have it."""
+    """Yield the key of each number in a line, its column, and the flags of rows that contain it."""
     yield "step", rows.step, Outcome(0)
     yield "batch_id", rows.batch_id, Outcome.HAS_BATCH_ID
     yield "device", rows.device, Outcome.REPLICA_DIFFERS
@@ -114,13 +114,13 @@ def _columns(rows: Rows, names: Names) -> Iterator[tuple[str, HostArray, Outcome
 
 
 def _outcome_bits(text: str) -> int:
-    """Return the flags of the key `outcome`; a text of another trainer means "applied"."""
+    """Convert values of the key `outcome` to flags; unknown texts mean "applied"."""
     flags = [WORDS[word] for word in text.split() if word in WORDS]
     return sum(flags) if flags or not text else int(Outcome.APPLIED)
 
 
 def _numbers(values: Collection[Any]) -> tuple[HostArray, HostArray]:
-    """Convert values in a log to float64, NaN if they are not numbers, and return which are."""
+    """Convert values in a log to float64, or NaN, and return a mask of the numbers."""
     if {*map(type, values)} <= {int, float, str}:
         with contextlib.suppress(OverflowError, ValueError):
             numbers = np.fromiter(map(float, values), float, len(values))
@@ -146,9 +146,9 @@ def _number(value: Any) -> float | None:
 
 
 def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
-    """Return all steps, the index of the row of each line, and a remark on lines without a row.
+    """Return all steps, the row index of each line, and a remark on lines without a row.
 
-    The steps increase. The index of a line that is not in a row is -1.
+    The steps increase. The row index is -1 for a line without a row.
 
     | line | effect |
     | --- | --- |

@@ -1,7 +1,7 @@
 """Read the logs of any trainer, and append lines to a log.
 
 A log is a sequence of lines, which are dictionaries. `read_columns` parses a file of any format,
-collects the values of each key, and renames the keys to those of a `Monitor`.
+collects the values of each key, and converts the keys to the keys of a `Monitor`.
 """
 
 import csv
@@ -44,20 +44,19 @@ _ZEROS = bytes.maketrans(string.digits.encode(), b"0" * 10)
 
 _NAME_CHARACTERS = string.ascii_lowercase + string.digits + "_-/"
 _VALIDATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation|test|dev)\W*$")
-"""The word before the name of a loss that is not the loss of training."""
+"""Words before the name of a loss that is not the training loss."""
 
 _PART = 2**18
 """Number of characters of the JSON lines that are parsed together."""
 
 _UNIT = re.compile(rf"(?:^|/)(?:{'|'.join(MEASURES)}|clip_factor)/")
-"""The start of the key of a leaf or a layer, which may itself have a name such as `norm`."""
+"""Prefix of the keys of a leaf or layer, whose own name may be a word such as `norm`."""
 
 
 def read_columns(log: LogSource, *, prefix: str | None = None) -> Columns:
     """Return the columns of a log with the keys of a `Monitor`; see `read_log`.
 
-    The columns of other keys are empty, because a long log with all of its values may not fit in
-    memory.
+    The columns of other keys are empty, because all values of a long log may not fit in memory.
     """
     columns = Columns()
 
@@ -76,7 +75,7 @@ def _lines_of(log: LogSource) -> Iterable[Line]:
     """Return the lines of a log, or of a file; raise if `log` is neither."""
     if isinstance(log, (str, os.PathLike)):
         return parse_file(pathlib.Path(log))
-    # The check for `dict` is fast, and enough for most lines.
+    # The check for `dict` is fast, and sufficient for most lines.
     if isinstance(log, Sequence) and all(isinstance(line, (dict, Mapping)) for line in log):
         return log
     rule = "the path of a file, or a sequence of dictionaries"
@@ -85,7 +84,7 @@ def _lines_of(log: LogSource) -> Iterable[Line]:
 
 
 def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:
-    """Append lines to a file of JSON lines; if this fails, the file contains none of them."""
+    """Append lines to a file of JSON lines; if writing fails, remove the partial output."""
     text = "".join(json.dumps(to_json(line)) + "\n" for line in lines)
     with open(path, "ab+", buffering=0) as file:
         if size := file.seek(0, os.SEEK_END):
@@ -179,7 +178,7 @@ def _parse_line(line: str) -> Line:
 
 @functools.lru_cache(4096)  # most lines of a log differ only in their digits
 def _find_numbers(text: bytes) -> dict[str, slice]:
-    """Return the names and the places of the numbers in a line of text in lower case."""
+    """Return the known names in a lower-case line of text, and the positions of their numbers."""
     line, found = text.decode(), dict[str, slice]()
     for match in _PAIR.finditer(line):
         before = line[max(0, match.start() - 32) : match.start()]
@@ -193,7 +192,7 @@ def _find_numbers(text: bytes) -> dict[str, slice]:
 
 @functools.lru_cache(4096)  # the same few names occur in all lines
 def _known_name(word: str, name: str) -> str:
-    """Return a name, or the word before it and the name if only both are known; "" otherwise."""
+    """Return `word name` or `name`, whichever is a known name; "" if neither is known."""
     if _VALIDATION.search(word):
         return ""
     return next((x for x in (f"{word} {name}".lstrip(), name) if _split_key(x)[1] in _KEYS), "")
@@ -205,7 +204,7 @@ def _known_name(word: str, name: str) -> str:
 def _rename(columns: Columns, prefix: str | None) -> Columns:
     """Replace the names of step, loss and gradient norm, and remove the prefix from other keys."""
     names, renamed = _new_names(columns, prefix), Columns()
-    # Of several keys of a line with the same new name, the one with the lowest rank is used.
+    # If several keys of a line have the same new name, use the key with the lowest rank.
     for key in sorted(columns, key=lambda key: names[key][1], reverse=True):
         name, column = names[key][0], columns[key]
         if renamed.get(name):
@@ -215,13 +214,13 @@ def _rename(columns: Columns, prefix: str | None) -> Columns:
 
 
 def _is_read(key: str) -> bool:
-    """Return whether a key may be one of a `Monitor`, after a prefix, or has one of `NAMES`."""
+    """Return whether a key, after its prefix, may belong to a `Monitor` or is in `NAMES`."""
     name = _split_key(key)[1]
     return name in _KEYS or name in KEYS or bool(_UNIT.search(name))
 
 
 def _new_names(keys: Collection[str], prefix: str | None) -> dict[str, tuple[str, int]]:
-    """Return the new name of each key, and the rank of the key among those with the same name."""
+    """Return the new name of each key, and its rank among keys with the same new name."""
     parts = {key: _split_key(key) for key in keys}
     found = {(_KEYS.get(name), head) for head, name in parts.values()}
     found = {x for x in found if not _VALIDATION.search(x[1].lower())}
@@ -256,7 +255,7 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _find_prefix(heads: Collection[str]) -> str:
-    """Return the only prefix of the loss, or the one of several that contains "train"."""
+    """Return the prefix of the loss; if there are several, the one that contains "train"."""
     outer = sorted(x for x in heads if not x.startswith(tuple({*heads} - {x})))
     outer = [x for x in outer if "train" in x.lower()] or outer or [""]
     if len(outer) > 1:

@@ -29,13 +29,13 @@ from ._watch import find_watch
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
-"""The log contains the norms of units for the first window of so many steps."""
+"""Interval in steps at which the log contains the norms of leaves or layers."""
 
 _AROUND = 8
-"""Number of steps before and after an incident for which the log contains the norms of units."""
+"""Number of steps before and after an incident whose norms of leaves or layers are logged."""
 
 _KEPT = 1024
-"""Number of rows that are kept for the policy, and to start the detection again after a rewind."""
+"""Number of rows to keep for the policy, and to restart the detection after a rewind."""
 
 
 class Monitor:
@@ -58,28 +58,29 @@ class Monitor:
         params: Parameters, or any pytree with the same structure and shapes.
         log: Path of a file of JSON lines, or a function that is called with a dictionary for each
             row and each incident, such as `wandb.log`. Each row contains the scalars of the whole
-            tree; every 50 steps and around incidents it also contains the norms of units.
-        resume: Whether to continue the run in the file `log`, if it exists: its incidents and
-            decisions, and the batches to leave out. Pass True in jobs that are restarted.
+            tree; every 50 steps and around incidents it also contains the norms of leaves or
+            layers.
+        resume: Whether to continue the run in the file `log`, if it exists, with its incidents, its
+            decisions and the batches to leave out. Pass True in jobs that are restarted.
         granularity: As in `watch`.
         trainable: As in `watch`.
         taps: As in `watch`.
         which: Index of the state of `watch`, if an optimizer has several. The outermost is 0.
-        rewind_on_rise: Whether a loss that rises for good, or has only grown since the start, is
-            evidence for a rewind. The loss of a language model or a classifier is; a value loss of
-            reinforcement learning, which grows with the return, is not.
-        policy: Function that is called with each report and returns it with another `action`,
-            `reason` or `batch_ids`, as `report._replace(...)`. Its actions are logged and repeated
-            until the run goes on from an earlier step. None keeps the actions of docs/recovery.md.
+        rewind_on_rise: Whether to advise a rewind if the loss rises permanently or has only grown
+            since the start. Pass False for a value loss of reinforcement learning, which grows with
+            the return.
+        policy: Function that receives each report, and can return `report._replace(...)` with a
+            different `action`, `reason` or `batch_ids`. Its actions are logged, and repeated until
+            the run continues from an earlier step. None keeps the actions of docs/recovery.md.
 
     Attributes:
         names: Names of units, clips and taps.
         incidents: All incidents so far.
         rows: The rows of the last read and 1,024 before, or all rows of a log for `read_log`.
-        report: The last report. After a restart, it has the last decision in the log.
+        report: The last report. After a restart, it contains the last decision from the log.
 
     Raises:
-        ValueError: If the file `log` exists and `resume` is False, if it belongs to other
+        ValueError: If the file `log` exists and `resume` is False, if it was written for different
             parameters, or if its folder does not exist.
         TypeError: If an argument has another type.
 
@@ -124,7 +125,7 @@ class Monitor:
         rows, names, _ = to_rows(columns, names)
         self._has_read, self._is_resumed, self._values = False, resume, None
         self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
-        self._remark = ""  # of `read_log`, about the lines that are not rows
+        self._remark = ""  # from `read_log`, about lines that are not in `rows`
         events = lines_with(columns, ["rewind_to"]) | lines_with(columns, DECISION)
         in_order = (event for _, event in sorted(events.items()))
         self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
@@ -168,7 +169,8 @@ class Monitor:
         with self._unchanged_on_error():
             is_same_state, self._values = row.values is self._values, row.values
             rows, step, lines, incidents = self._append(rows, names, is_same_state)
-            # The decision comes first: a process that is killed here can continue without the rows.
+            # Write the decision first. If the process is killed here, a restart needs it, but not
+            # the rows.
             if self._decide(rows, step, incidents, saved):
                 lines.append(dict(zip(DECISION, self.report, strict=False)))
             lines += to_lines(rows, self.names, self._with_units(rows))
@@ -194,25 +196,24 @@ class Monitor:
         return "\n".join([*lines, f"log: {self._remark}"] if self._remark else lines)
 
     def _start(self, rows: Rows, names: Names) -> None:
-        """Continue after these rows."""
+        """Restart the detection with these rows."""
         self.names, self.rows, self._detector = names, rows, Detector(names)
         self._recent = self._detector.update(rows)
 
     def _append(
         self, rows: Rows, names: Names, is_same_state: bool
     ) -> tuple[Rows, int, list[Line], list[Incident]]:
-        """Append the rows that are new; the run may have returned to an earlier step.
+        """Append new rows, also after a rewind to an earlier step.
 
         Returns:
-            The new rows, their first step, a line of the log if the run has returned, and the
-            incidents.
+            The new rows, their first step, a log line if the run was rewound, and the incidents.
         """
-        if names != self.names:  # the names of clips are in the state
+        if names != self.names:  # the state contains the names of clips
             self.names, self.rows = names, rows.take(slice(0))
         step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
         is_repeated = step == rows.end == self.report.step and not is_same_state
         if is_repeated and self.report.action in ("rewind", "lower"):
-            # The run may repeat exactly after a rewind to `good_step`.
+            # After a rewind to `good_step`, the repeated steps may be identical.
             step = self.report.good_step or 0
         if step < self.report.step:
             lines.append({"step": step, "rewind_to": step})
@@ -228,7 +229,7 @@ class Monitor:
     def _decide(
         self, rows: Rows, step: int, incidents: list[Incident], saved: list[int] | None
     ) -> bool:
-        """Set the report after the new rows; return whether it has a new decision."""
+        """Update the report with new rows, and return whether it contains a new decision."""
         last = self._policy.last
         report = self._policy.update(self.rows, self._recent, step, saved)
         lost = int(min(rows.step, default=step)) - step
@@ -241,8 +242,8 @@ class Monitor:
     def _first_new(self, rows: Rows) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
-        The state still contains rows that were read before. Their values differ if the run has
-        repeated these steps. Rows that are older than those that are kept cannot be compared.
+        The state still contains rows of earlier calls. If the run has repeated their steps, their
+        values differ from the values in `self.rows`.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (
@@ -254,11 +255,11 @@ class Monitor:
         return min(int(first), self.report.step)
 
     def _go_back(self, step: int) -> list[Incident]:
-        """Forget the rows from this step on; return an incident if no rewind was advised."""
+        """Delete the rows from this step on; return an incident if no rewind was advised."""
         self._policy.rewound(step)
         self._start(self.rows.take(self.rows.step < step), self.names)
         is_advised = self.report.action in ("rewind", "lower")
-        # A monitor that continues the run of its log starts with a restored state.
+        # The first read after `resume=True` is expected to start from a restored state.
         if is_advised or not self._has_read:
             return []
         sentence = f"the state went back from step {self.report.step}"
@@ -266,7 +267,7 @@ class Monitor:
         return [Incident(step, ("state",), sentence)]
 
     def _with_units(self, rows: Rows) -> HostArray:
-        """Return the rows for which the log contains the norms of units."""
+        """Return a mask of the rows whose norms of leaves or layers are logged."""
         closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
@@ -274,7 +275,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _unchanged_on_error(self) -> Generator[None]:
-        """Restore the monitor after an exception, such as that of a full disk."""
+        """Restore the monitor after an exception, for example if the disk is full."""
         before = vars(self) | copy.deepcopy({x: vars(self)[x] for x in ("_detector", "_policy")})
         try:
             yield
@@ -285,10 +286,10 @@ class Monitor:
 
 @public
 def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
-    """Return the incidents in the rows that the state of `watch` still holds, oldest first.
+    """Detect incidents in the rows that the state of `watch` still contains, oldest first.
 
-    Detection begins with the first of these rows, so that a `Monitor`, which has seen all rows,
-    finds more. docs/watching.md lists the kinds of incidents.
+    Detection starts at the first of these rows. A `Monitor` has read all rows, so it finds more.
+    docs/watching.md lists the kinds of incidents.
 
     Args:
         state: Optimizer state, or any pytree that contains it.
@@ -318,7 +319,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
 
 @public
 def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
-    """Detect incidents in the log of a run, also of one that another trainer wrote.
+    """Detect incidents in the log of a run, which may have been written by another trainer.
 
     | log | what is read |
     | --- | --- |
@@ -331,7 +332,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
 
     Args:
         log: Sequence of dictionaries, or the path of a file.
-        prefix: Start of the keys, such as `g/`. None finds it.
+        prefix: Prefix of the keys, such as `g/`. None detects the prefix.
 
     Returns:
         A monitor that has read all rows; see its `incidents` and `summary()`.

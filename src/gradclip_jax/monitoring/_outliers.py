@@ -1,4 +1,4 @@
-"""Rules that compare the values of a row with those of earlier rows.
+"""Rules that compare the values of a row with the values of earlier rows.
 
 `x` is the logarithm of a norm, of the RMS of a tap, or of a loss. Where a loss is not positive,
 losses are compared without a logarithm.
@@ -12,22 +12,22 @@ losses are compared without a logarithm.
     tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
     bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
-The gradient norm of a unit is explained by the median rise of all units, and that of the tree by
-the square root of the loss, as for a squared error. The tail is exponential: with the quantiles q
-of the excesses of the `n` rows that are not near an outlier,
+The median rise of all units explains a rise of the gradient norm of a unit. The square root of the
+loss explains a rise of the gradient norm of the tree, as for a squared error. The tail is
+exponential. If q are the quantiles of the excesses in the `n` rows that are not near an outlier,
 
     tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
 
-**Lasting rises.** A column has risen for good if the lowest of its last BLOCK values is above a
-ratio times the highest of its best BLOCK values. The new level then replaces the best one, so that
-a rise is reported once, and again if it continues.
+**Lasting rises.** A column has risen permanently if the lowest of its last BLOCK values is above a
+ratio times the highest of its best BLOCK values. The new values then replace the best values, so
+that each rise is reported once, and again if it continues.
 
 **Streaks.** A condition that holds in consecutive rows is reported once its streak is long enough,
 and at least twice as long as all earlier streaks. A unit that often has no gradient, such as an
 expert that receives no tokens, is therefore reported only a few times.
 
 Statistics are computed at fixed rows, so that incidents do not depend on how rows are split into
-reads. `benchmarks/faults/constants.py` measures what happens without each constant.
+reads. `benchmarks/faults/constants.py` measures the effect of each constant.
 """
 
 import numpy as np
@@ -36,50 +36,51 @@ from numpy.lib.stride_tricks import sliding_window_view
 from .._types import HostArray
 
 WINDOW = 128
-"""Rows of a median. In a shorter window, a few outliers become the usual value."""
+"""Number of rows of a median. In a shorter window, a few outliers change the median."""
 
 HISTORY = 16 * WINDOW
-"""Rows of a tail. In fewer rows, a tail that is heavy but usual looks like outliers."""
+"""Number of rows of a tail. With fewer rows, a heavy tail is reported as outliers."""
 
 PERIOD = 16
-"""Rows without bounds, because their medians are not reliable yet; and rows between two
-computations of the statistics, which would otherwise dominate the time of a read. The
-`2 * PERIOD` rows after an outlier are excluded from the tail, because a loss recovers slowly. A
-unit, a loss or a clip factor that is zero in PERIOD rows has become zero."""
+"""Number of initial rows without bounds, because medians are not reliable yet. Also the number of
+rows between two computations of the statistics, which are slow. The `2 * PERIOD` rows after an
+outlier are excluded from the tail, because a loss recovers slowly. A unit, a loss or a clip factor
+that is zero in PERIOD rows has become zero."""
 
 WIDTH = {"tree": 3.0, "other": 4.0}
-"""Standard deviations of the smallest bound. With less, noise is reported."""
+"""Number of standard deviations in the smallest bound. With fewer, noise is reported."""
 
 TAIL = {"tree": 3.0, "other": 0.03}
-"""Expected number of usual rows above the tail: for the gradient norm of a tree without units, and
-for other columns, which are many or lead to a rewind. With more, heavy tails are reported."""
+"""Expected number of normal rows above the tail: for the gradient norm of a tree without units, and
+for all other columns. With larger numbers, heavy tails are reported."""
 
 RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.4}
-"""Smallest ratio of an outlier to its level, and of a lasting rise: the gradient norm of the tree,
-other norms and taps, and the loss. With less, noise without any effect is reported. In the first
-WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as well. A run
-that does not learn is flat if its losses differ by less than RATIO["loss"]. A loss
-that has fallen, and then rises for good above RATIO["tree"] times its level, has diverged. A value
-loss, which grows with the return of a policy, takes more rows to rise so far."""
+"""Smallest ratio of an outlier to its level, and of a lasting rise, for the gradient norm of the
+tree, for other norms and taps, and for the loss. With smaller ratios, harmless noise is reported.
+In the first WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as
+well. A run that does not learn is flat if its losses differ by less than RATIO["loss"]. A loss has
+diverged if it has fallen and then rises permanently above RATIO["tree"] times its level. A value
+loss, which grows with the return of a policy, rises more slowly."""
 
 BLOCK = 12
-"""Rows of a lasting rise. With fewer, a spike that decays slowly is a lasting rise."""
+"""Number of rows of a lasting rise. With fewer, a slowly decaying spike is reported as one."""
 
 GAP = 8
-"""Rows between two incidents of one streak, and between two bad rows of one stretch; also the rows
-to which the threshold of an incident applies. With more, good batches are left out."""
+"""Maximum distance between two incidents of a streak, and maximum number of other rows between two
+bad rows of a stretch. Also the number of rows to which the threshold of an incident applies. With
+more, good batches are left out."""
 
 STARVING, STARVING_ROWS = 1e-3, 200
-"""A clip whose factor is smaller in so many rows leaves the optimizer almost no gradient. With a
-larger factor or fewer rows, the large gradients at the start of a run are reported."""
+"""If the factor of a clip is below STARVING in this many rows, the optimizer receives almost no
+gradient. With a larger factor or fewer rows, large gradients at the start of a run are reported."""
 
 TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
-"""The columns of the gradient norm of the tree, the norms of update and parameters, the logarithm
-of the loss, and the loss. The columns of units and of taps follow them."""
+"""Indices of the columns with the gradient norm of the tree, the update norm, the parameter norm,
+the logarithm of the loss, and the loss. Columns of units and taps follow."""
 
 _KEPT = HISTORY + WINDOW
-"""Rows that are kept: those of a tail, and more than 3 * PERIOD before them, which are rows near an
-outlier and rows of a period that has begun."""
+"""Number of rows to keep: the rows of a tail, and more than 3 * PERIOD earlier rows, for rows near
+an outlier and for an incomplete period."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
@@ -99,9 +100,9 @@ def median(values: HostArray) -> HostArray:
 
 
 def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int = 0) -> HostArray:
-    """Return the number of true rows since the last false row; others may be neither.
+    """Return the number of true rows since the last false row; a row may be neither.
 
-    `before` is the number of true rows since the last false one before the first row.
+    `before` is the value of the row before the first row.
     """
     total = before + np.cumsum(is_true, axis=0)
     return total - np.maximum.accumulate(np.where(is_false, total, 0), axis=0)
@@ -110,8 +111,8 @@ def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int
 class Outliers:
     """Find the outliers of each column; see the module.
 
-    A tail depends on the outliers before it, and takes much longer than the rest of a bound. It is
-    therefore computed only in periods in which a value exceeds the rest of its bound.
+    A tail depends on earlier outliers, and takes much longer to compute than the other terms of a
+    bound. It is therefore computed only in periods in which a value exceeds the other terms.
 
     Attributes:
         units: Columns of the gradient norms of the units.
@@ -161,7 +162,7 @@ class Outliers:
         return np.where(is_outlier, excess, 0)
 
     def thresholds(self, row: int) -> HostArray:
-        """Return the smallest outlier of each column before the units; inf if there is no bound.
+        """Return the outlier threshold of each column before the units; inf if there is no bound.
 
         `row` is the index of a row of the last call.
         """
@@ -174,13 +175,13 @@ class Outliers:
     def _levels(self) -> HostArray:
         """Return the level of each column in each period."""
         levels = median(_before(self.ends, self.values, WINDOW))
-        # A learning-rate schedule that restarts returns to updates that were usual before.
+        # After a restart of the learning-rate schedule, updates return to earlier, larger levels.
         updates = _before(self.ends, self.values[:, [UPDATE]], HISTORY)
         levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
         return levels
 
     def _excess(self, change: HostArray) -> HostArray:
-        """Subtract the rises that other columns explain."""
+        """Subtract from each change the part that other columns explain."""
         excess = change.copy()
         excess[:, TREE] -= np.fmax(change[:, LOG_LOSS] / 2, 0)  # explained by the loss
         if change[:, self.units].size:
@@ -211,9 +212,9 @@ class Outliers:
         return np.fmin(np.fmax(self.floor[period, columns], tail), self.ceiling[period, columns])
 
     def _tail(self, start: int, end: int, columns: HostArray) -> HostArray:
-        """Return the tail of some columns in the HISTORY rows before row `start`, at `end`."""
+        """Return the tail of some columns, computed from the HISTORY rows before row `end`."""
         is_outlier = self.is_outlier[end - HISTORY - 2 * PERIOD : end, columns]
-        if start < WINDOW:  # the first rows stay in the tail until there are enough others
+        if start < WINDOW:  # keep the first rows in the tail until there are enough others
             is_outlier[len(is_outlier) - start :][:PERIOD] = False
         count = np.cumsum(is_outlier, axis=0)
         is_near = count[2 * PERIOD :] > count[: -2 * PERIOD]
@@ -224,7 +225,7 @@ class Outliers:
 
 
 class LastingRises:
-    """Find columns that have risen for good; see the module.
+    """Find columns that have risen permanently; see the module docstring.
 
     Args:
         log_ratios: Logarithm of the smallest ratio of a rise, for each column.
@@ -235,11 +236,11 @@ class LastingRises:
         self.values = np.full((2 * BLOCK, len(log_ratios)), np.nan)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-        """Compare the next rows of logarithms, float[rows, columns], in which NaN is unknown.
+        """Compare the next rows of logarithms, float[rows, columns]; NaN marks unknown values.
 
         Returns:
-            Whether each column has risen for good, the lowest of its last values, and the highest
-            of its best values; the last is NaN where the value is unknown.
+            Whether each column has risen permanently, the lowest of its last values, and the
+            highest of its best values, which is NaN where the value is unknown.
         """
         is_known = ~np.isnan(values)
         order = np.argsort(~is_known, axis=0, kind="stable")  # the known values of a column first
@@ -278,7 +279,7 @@ class Streaks:
     def compare(self, is_true: HostArray, is_false: HostArray) -> HostArray:
         """Return which streaks to report in the next rows, bool[rows, conditions].
 
-        In a row in which a condition is neither true nor false, its streak goes on.
+        A row in which a condition is neither true nor false does not end its streak.
         """
         count = run_lengths(is_true, is_false, self.count)
         highest = np.maximum.accumulate(np.maximum(count, np.maximum(self.longest, self.count)))

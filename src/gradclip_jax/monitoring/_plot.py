@@ -39,16 +39,17 @@ def plot_log(log: LogSource | Monitor) -> Any:
 
     | in the plot | meaning |
     | --- | --- |
-    | heat maps | norms of at most 40 leaves or layers, those with incidents first |
+    | heat maps | norms of at most 40 leaves or layers; first those with incidents |
     | colors | logarithmic, from the 1st to the 99th percentile, until the next measurement |
     | red | a non-finite value |
     | gray | no measurement, such as the update of a micro-batch that an accumulation only adds |
     | lines instead of heat maps | the log has no norms of leaves or layers |
     | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
-    The first 6 and the last 6 streaks are described below the plot by their first incident with the
-    most kinds of faults. The figure is 900 pixels wide.
-    It requires matplotlib: `pip install "gradclip_jax[plots]"`.
+    Below the plot, the first 6 and the last 6 streaks are described by the incident with the most
+    kinds of faults. The figure is 900 pixels wide.
+
+    This function requires Matplotlib: `pip install "gradclip_jax[plots]"`.
 
     Args:
         log: Path of a training log, the lines of a log as dictionaries, or a `Monitor`.
@@ -138,7 +139,7 @@ def _draw_line(axis: Any, panel: _Panel) -> None:
 
 
 def _draw_heat_map(axis: Any, panel: _Panel, rows: Rows, labels: HostArray) -> None:
-    """Draw a row for each label: finite values as colors, and red bars for the steps of others."""
+    """Draw one row for each label, with finite values as colors and other values as red bars."""
     is_finite = np.isfinite(panel.values)
     positive = panel.values[is_finite & (panel.values > 0)]
     low, high = np.percentile(positive, [1, 99]) if positive.size else (1.0, 10.0)

@@ -1,9 +1,10 @@
 """Decide when to save, rewind, lower the learning rate, or stop.
 
-A row is bad if its step was applied although its loss or its gradient was. A stretch of bad rows is
-evidence for a rewind to a good checkpoint, which has QUIET rows without an incident after it.
-docs/recovery.md defines these terms, and says what each action needs. With n rewinds in the last
-FORGET steps, the transitions are:
+A row is bad if its step was applied although its loss is an outlier or its gradient is not finite.
+If bad rows follow each other in a stretch, the policy advises a rewind to a good checkpoint. A
+checkpoint is good if QUIET rows without an incident follow it. docs/recovery.md defines these terms
+and the requirements of each action. If n is the number of rewinds in the last FORGET steps, the
+transitions are:
 
 | state | event | next state, action |
 | --- | --- | --- |
@@ -20,8 +21,8 @@ FORGET steps, the transitions are:
 | any | rows that start at an earlier step | running; later checkpoints count only after |
 | | | `saved` has once not listed them |
 
-A stretch of bad rows that was still open at the first rewind may continue after it, with the
-batches that follow. It then leads to a second rewind before `lower`.
+If a stretch of bad rows had not ended at the first rewind, the batches after it may be bad as well.
+The policy then advises a second rewind before `lower`.
 """
 
 import json
@@ -39,35 +40,34 @@ from ._outliers import BLOCK, GAP, STARVING, WINDOW, median, quantiles, run_leng
 from ._rows import Names, Outcome, Rows
 
 QUIET = 32
-"""Rows without an incident before a save is proposed, and after a checkpoint before it is good. A
-stretch that has not ended after so many rows, doubled after each rewind but not after "lower",
-leads to a rewind, and so do as many consecutive skipped steps."""
+"""Number of rows without an incident after which a save is advised, and after which an earlier
+checkpoint is good. A stretch that lasts for this many rows (doubled with each rewind, except after
+"lower") leads to a rewind, and so do this many consecutive skipped steps."""
 
 BAD_ROWS = 3
-"""A stretch has at least so many bad rows, with at most GAP other rows between two of them."""
+"""Minimum number of bad rows in a stretch, with at most GAP other rows between two of them."""
 
 MOST_REWINDS, FORGET = 3, 1000
 """Number of rewinds after which the learning rate is lowered, and number of steps without evidence
 after which earlier rewinds no longer count."""
 
 LONGEST_WINDOW = 1000
-"""A window of an accumulation with more calls never closes."""
+"""An accumulation window with more calls than this is assumed never to close."""
 
 
 class Report(NamedTuple):
-    """What `Monitor.read` found in the rows since its last call.
+    """The result of `Monitor.read` for the rows since its last call.
 
     Attributes:
         step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
         action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
-        reason: Reason of the action, or why evidence for a rewind did not lead to one; otherwise
-            empty.
-        good_step: Index of the newest checkpoint that later rows confirmed, or None.
-        batch_ids: Batches to leave out because of this rewind and all earlier ones.
+        reason: Reason for the action, or for not rewinding despite evidence; otherwise empty.
+        good_step: Index of the newest checkpoint that is known to be good, or None.
+        batch_ids: Batches to leave out after this rewind, including those of earlier rewinds.
         num_rewinds: Number of rewinds in a row, including this one.
-        num_lowers: Number of times that the run was told to lower the learning rate. A run that is
-            restored should use a learning rate that was lowered so many times.
-        is_open: Whether the bad steps that are the reason of the action had not ended yet.
+        num_lowers: Number of times that the action was "lower". A restored run should lower its
+            initial learning rate this many times.
+        is_open: Whether the bad steps that caused the action had not ended yet.
         incidents: Incidents in these rows, oldest first; each prints as a sentence.
         rows: The rows since the last call.
         lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
@@ -88,16 +88,16 @@ class Report(NamedTuple):
 
 
 DECISION = Report._fields[:8]
-"""The fields of a report that are lines of a log and that all processes share."""
+"""The fields of a report that are logged and are equal in all processes."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, of which some are known to be good.
+    """The checkpoints of a run, and which of them are known to be good.
 
     Attributes:
         steps: Indices of the existing checkpoints; None if they were never passed.
-        stale: Existing checkpoints of rows that were replaced after a rewind.
-        good_until: Checkpoints until this step are good; -1 before the first row.
+        stale: Existing checkpoints of steps that were discarded by a rewind.
+        good_until: Checkpoints up to this step are good; -1 before the first row.
     """
 
     def __init__(self):
@@ -130,7 +130,7 @@ class Checkpoints:
         self.good_until = min(self.good_until, step)
 
     def confirm(self, steps: HostArray, num_quiet: HostArray) -> None:
-        """Confirm the checkpoints before the last QUIET consecutive quiet rows.
+        """Mark checkpoints as good if QUIET consecutive quiet rows follow them.
 
         `num_quiet` is the number of consecutive quiet rows up to each row.
         """
@@ -162,14 +162,14 @@ class Evidence(NamedTuple):
 
 
 class RowRule(NamedTuple):
-    """A rule by which single rows are evidence.
+    """A rule that finds evidence in single rows.
 
     Attributes:
         action: "rewind" or "stop".
         reason: Description.
-        is_met: bool[rows].
-        num_windows: int[rows], the number of windows up to each row whose batches are left out;
-            None to leave out none.
+        is_met: Whether each row is evidence, bool[rows].
+        num_windows: Number of windows to leave out, ending with the window of each row, int[rows];
+            None to leave out no batches.
         is_fault: As in `Evidence`.
     """
 
@@ -184,15 +184,16 @@ class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
     Args:
-        events: Lines of the log of a run that continues: its decisions, and its "rewind_to".
-        rewind_on_rise: Whether a loss that rises for good, or that has only grown since the start,
-            is evidence for a rewind.
+        events: Log lines with decisions or "rewind_to" of the run to continue.
+        rewind_on_rise: See `Monitor`.
 
     Attributes:
         last: The last decision.
-        is_pending: Whether the run has not gone back to an earlier step since this decision.
-        confirmed_ids: Batches that were left out, and without which the evidence did not return.
-        explained_until: Reports have said why evidence before this step did not lead to a rewind.
+        is_pending: Whether the run has not returned to an earlier step since this decision.
+        confirmed_ids: Batches that were left out, after which the same evidence did not occur
+            again.
+        explained_until: Earlier reports explain why evidence before this step did not lead to a
+            rewind.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
@@ -244,10 +245,11 @@ class Policy:
             reason = f"a clip multiplies the gradients by less than {STARVING}, and the loss has "
             is_starved = _is_starved(rows, incidents)
             rules.append(RowRule("stop", f"{reason}not fallen since", is_starved))
-        # After "lower", the next action is "stop", which needs no batches and so no longer stretch.
+        # After "lower", the next action is "stop". It leaves out no batches, so the patience is not
+        # longer.
         patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
         evidence, no_rewind = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)], ""
-        # Of two reasons at the same step, one to rewind wins over one to stop.
+        # At the same step, evidence for a rewind takes precedence over evidence for a stop.
         for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
             if found.step >= first_new and not self.is_pending:
                 self.checkpoints.confirm(rows.step, num_quiet[rows.step <= found.step])
@@ -271,7 +273,7 @@ class Policy:
         )
 
     def replace(self, last: Report, report: Report) -> Report:
-        """Continue with a report that a user's function returned; `last` is the decision before."""
+        """Use the report that the function `policy` returned; `last` is the previous decision."""
         decided = slice(1, len(DECISION))  # the step is not part of a decision
         self.is_pending = report.action not in ("continue", "save")
         if not self.is_pending:
@@ -281,7 +283,7 @@ class Policy:
         return report
 
     def _decide(self, found: Evidence, num_rewinds: int) -> Report:
-        """Return the decision that evidence leads to after a number of rewinds."""
+        """Return the decision for this evidence after the given number of rewinds."""
         last, action, reason = self.last, found.action, found.reason
         has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
         may_continue = last.is_open and num_rewinds == 1
@@ -327,7 +329,7 @@ def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
 
 
 def _stretches(rows: Rows, is_bad: HostArray, patience: int) -> Iterator[Evidence]:
-    """Yield the stretches of bad rows that have ended, or have `patience` rows."""
+    """Yield stretches of bad rows that have ended or have lasted for `patience` rows."""
     is_closed = ~rows.has(Outcome.ACCUMULATED)
     steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], _windows(rows)[is_bad]
     last = -1
@@ -361,10 +363,10 @@ def _windows(rows: Rows) -> HostArray:
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     """Return the index of the last row before the losses have recovered from a stretch.
 
-    A loss has recovered if it is below the middle between the median loss before the stretch and
-    that of its bad rows. The thresholds of outliers rise during a long stretch, and the loss
-    of a classifier that has become useless may be below them. If the loss of the bad rows is not
-    above nine tenths of the losses before them, it does not tell when the run has recovered.
+    Losses have recovered if they are below the midpoint between the median loss before the stretch
+    and the median loss of its bad rows. Outlier thresholds are not used, because they rise during a
+    long stretch. If the bad losses are not above 90 % of the earlier losses, the last bad row is
+    returned.
     """
     first, last = int(stretch[0]), int(stretch[-1])
     if first == 0:
@@ -389,8 +391,8 @@ def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]
     is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
     num_open = run_lengths(is_open, ~is_open)
     gradient, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
-    # Parameters and gradients that are finite do not become non-finite because of the batch or the
-    # learning rate. The norm of the parameters is that before the update.
+    # If parameters and gradients are finite, neither the batch nor the learning rate makes the new
+    # parameters non-finite. The parameter norm is measured before the update.
     window = _windows(rows)
     is_finite = parameter & ~np.isin(window, window[~gradient])
     is_finite &= rows.has(Outcome.HAS_GRADIENT) & rows.has(Outcome.HAS_UPDATE)
@@ -414,8 +416,8 @@ def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]
 
 
 def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return the rows in which a clip is reported and the loss has not fallen since its onset."""
-    # In other rows, the clip did not run, or its factor means nothing.
+    """Return the rows of "clip" incidents if the loss has not fallen since the clip began."""
+    # In other rows, the clip did not run or its factor is meaningless.
     has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
     is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
     is_starved = np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])
@@ -427,10 +429,10 @@ def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
 
 
 def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
-    """Return which steps were applied although the loss is an outlier or a gradient not finite.
+    """Return which steps were applied with a loss that is an outlier or a non-finite gradient.
 
-    The loss tells whether an outlier of a norm did harm. A loss that rises for good or has only
-    grown since the start of the run may be a value loss, and then its rise is no fault.
+    Outliers of norms are not bad, because a harmful one also raises the loss. A permanent rise of a
+    value loss is not bad either.
     """
     limit, is_outlier = np.full(len(rows.step), np.inf), np.zeros(len(rows.step), bool)
     for x in incidents:
@@ -459,7 +461,7 @@ def check_same_log(report: Report) -> None:
 
 
 def agreed(report: Report) -> Report:
-    """Return the decision of process 0 in all processes, whose losses and files may differ."""
+    """Return the decision of process 0 in all processes, because their files may differ."""
     if jax.process_count() == 1:
         return report
     from jax.experimental import multihost_utils

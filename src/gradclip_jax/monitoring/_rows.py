@@ -29,19 +29,19 @@ from ..wrappers._state import CallOutcome
 from ._taps import SHAPE, STATISTICS, statistics, tap_names
 
 NUM_INTS, TREE = 4, 7
-"""Number of integers in a row of `watch`, and index of the numbers of the whole tree; see `Row`."""
+"""Number of integers at the start of a row, and index of the numbers of the tree; see `Row`."""
 
 
 class Outcome(enum.IntFlag):
-    """What is known about a step; the bits of the column `outcome` of `Rows`.
+    """Flags that describe one call of `watch`, stored in the column `outcome` of `Rows`.
 
     | flag | meaning |
     | --- | --- |
-    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | measured norms; a `flush` has no gradient |
-    | `HAS_UNITS` | norms of units; in a log, only some rows have them |
+    | `HAS_GRADIENT`, `HAS_UPDATE`, `HAS_PARAMETER` | has these norms; a `flush` has no gradient |
+    | `HAS_UNITS` | has norms of leaves or layers; in a log, only some rows do |
     | `HAS_LOSS`, `HAS_BATCH_ID`, `HAS_TAPS` | these arguments were passed to `update` |
     | `APPLIED` | the optimizer ran, or the update is nonzero |
-    | `CLIPPED` | applied, and a factor is below 1 |
+    | `CLIPPED` | applied, and a clip factor is below 1 |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
     | `ACCUMULATED` | an accumulation only added the micro-batch |
@@ -82,7 +82,7 @@ class Outcome(enum.IntFlag):
 
 
 MEASURED = {x: Outcome[f"HAS_{x.upper()}"] for x in ("gradient", "update", "parameter")}
-"""The trees whose norms are in `Rows.norms`, and the flags of rows that have them."""
+"""The trees whose norms are in `Rows.norms`, and the flags of rows that contain these norms."""
 
 MEASURES = "nonfinite_elements", *(f"{name}_norm" for name in MEASURED)
 """The keys of the four numbers for the tree and for each unit, in the order in which `watch` writes
@@ -99,7 +99,8 @@ class Names(NamedTuple):
     """Names of the columns of `Rows`.
 
     Attributes:
-        units: Leaves, layers or groups whose norms are measured; empty for the whole tree only.
+        units: Leaves, layers or groups whose norms are measured; empty if only the tree is
+            measured.
         clips: Keys of `metrics` with the factors of the clips inside `watch`.
         taps: Taps, in the order of the forward pass.
     """
@@ -110,9 +111,9 @@ class Names(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """A number that differs for other units and taps; `watch` keeps it in its state.
+        """The checksum of the names of units and taps, which the state of `watch` contains.
 
-        The number 1 is the version of the layout of a row.
+        The number 1 is the version of the row layout.
         """
         return zlib.crc32(repr((1, self.units, self.taps)).encode())
 
@@ -127,7 +128,7 @@ def names_of(params: Tree, granularity: Any = "leaf", mask: Mask = None, taps: A
 class Rows(NamedTuple):
     """Measurements of consecutive steps as NumPy arrays, oldest first; see docs/rows.md.
 
-    Values that were not measured are 0; the flags in `outcome` say which were.
+    Values that were not measured are 0. The flags in `outcome` state which values were measured.
 
     Attributes:
         step: int64[steps], index of the call of `watch`.
@@ -136,9 +137,9 @@ class Rows(NamedTuple):
         device: int64[steps], index of the device whose parameters differ.
         loss: float64[steps].
         limits: float64[steps, 2], smallest thresholds of guards for the gradient norm and the loss;
-            0 without such a guard, and in rows of a log.
-        norms: float64[steps, 3, 1 + units], norms of gradient, update and parameters; of the whole
-            tree, then of each unit.
+            0 without such a guard, and in rows that were read from a log.
+        norms: float64[steps, 3, 1 + units], norms of gradient, update and parameters, for the whole
+            tree and then for each unit.
         nonfinite: float64[steps, 1 + units], number of non-finite elements of the gradient.
         factors: float64[steps, clips], smallest factor of each clip.
         taps: float64[steps, taps, 2, 3], mean, RMS and share of non-finite elements of the
@@ -204,8 +205,8 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
 
     Raises:
         TypeError: If called inside jit.
-        ValueError: If the rows belong to other parameters, or to several runs, as with `vmap` over
-            seeds.
+        ValueError: If the rows were measured for different parameters, or belong to several runs,
+            as with `vmap` over seeds.
     """
     check_concrete("state", row, "Return the state from `jit`, and read it on the host.")
     values, clips, checksum = jax.device_get(row)
@@ -213,15 +214,16 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
         rule = f"the state of `watch` for parameters with {len(names.units)} units"
         hint = "Pass `params`, `granularity`, `trainable` and `taps` as to `watch`."
         raise value_error("state", rule, "a state for other names", hint)
-    # A state has a checksum for all rows, and an output of `lax.scan` one for each row.
+    # A state has one checksum. An output of `lax.scan` has one checksum per row.
     num_runs = np.size(checksum) if values.ndim == np.ndim(checksum) + 2 else 1
     steps = values[..., 0]
     values = values.reshape(-1, values.shape[-1])  # of nested scans
-    # Other rows were never written. `unique` sorts the rows by step; `last_row` repeats a row while
-    # an accumulation around `watch` is open.
+    # Remove rows that were never written, sort by step, and remove the duplicates that `last_row`
+    # returns while an accumulation around `watch` is open.
     written = np.unique(values[values[:, 2] != 0], axis=0)
     if num_runs > 1 or np.any(np.diff(written[:, 0]) == 0):
-        # All runs have the same steps. Their axis is not the first one in a scan over `vmap`.
+        # Find the axis of the runs, along which the steps are equal. After a scan over `vmap`, it
+        # is not the first axis.
         axes = (i for i, n in enumerate(steps.shape) if n > 1 and not np.ptp(steps, i).any())
         one_run = f"jax.tree.map(lambda x: x[{':, ' * next(axes, 0)}i], state)"
         hint = f"Read run i with `monitors[i].read({one_run})`."
@@ -242,10 +244,10 @@ def _complete(rows: Rows) -> None:
     rows.taps[~rows.has(Outcome.HAS_TAPS)] = 0
     rows.norms[~rows.has(Outcome.HAS_GRADIENT), 0] = 0
     rows.nonfinite[~rows.has(Outcome.HAS_GRADIENT)] = 0
-    # An update of zero does not change a non-finite parameter.
+    # If the step was not applied, the update is zero, even of a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
-    # With `optax.partition`, some parameters may change although others are not applied.
+    # With `optax.partition`, some parameters may change although the updates of others are skipped.
     is_applied = has_run | (update[:, 0] != 0)
     rows.outcome[is_applied] |= int(Outcome.APPLIED)
     rows.outcome[is_applied] &= ~int(Outcome.ACCUMULATED)

@@ -126,5 +126,5 @@ def _as_array(norms: Any) -> HostArray:
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    """Return the words with a count that is not 0, or "none"."""
+    """Return the words with a nonzero count, or "none"."""
     return ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "none"

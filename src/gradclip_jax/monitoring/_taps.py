@@ -33,7 +33,7 @@ SHAPE = (2, 4)
 activation and its cotangent."""
 
 STATISTICS = ("mean", "rms", "nonfinite")
-"""What `statistics` computes from the sums."""
+"""Names of the values that `statistics` computes from the sums."""
 
 _SCALES = 2.0**-20, 1.0  # of activations and cotangents before they are squared
 
@@ -110,7 +110,7 @@ def tap(x: Array, probe: Array | None) -> Array:
     Raises:
         TypeError: If `x` is not a real floating-point array.
         ValueError: In the backward pass, if `probe` is not float32[2, 4]. Do not cast probes, and
-            pass those of stacked layers to `lax.scan` as `xs`.
+            pass the probes of stacked layers to `lax.scan` as `xs`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gradclip_jax as gcx

@@ -49,7 +49,7 @@ class WatchState(NamedTuple):
 
     Attributes:
         step_count: int32[], number of calls.
-        rows: The last rows, int32[history, columns], and what they measure.
+        rows: Ring buffer of the last rows: a `Row` whose values are int32[history, columns].
         inner_state: State of the inner transformation.
     """
 
@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         return dict(zip(names, values, strict=True))
 
     def continued_from(self, earlier: WatchState) -> WatchState:
-        """Return this initial state with the step count of a `watch` with another `history`."""
+        """Return this initial state with the step count of an old state of another `history`."""
         return self._replace(step_count=earlier.step_count)
 
 
@@ -115,7 +115,7 @@ def last_row(state: Tree) -> Row:
 
 
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
-    """Return the state of `watch` inside an optimizer state, or number `which` of several."""
+    """Return the state of `watch` in an optimizer state; `which` selects one of several."""
     check_optimizer_state(state)
     found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
@@ -171,25 +171,26 @@ def watch(
     Args:
         inner: Any Optax transformation, except `optax.lookahead`, which must be outside.
         history: Number of rows to keep, at least the number of steps between two reads, 1 to 2^20,
-            static. A row has 4 floats for each unit.
-        of: Whether to measure only the norm of the "gradient", or also those of the "update" and
-            the "parameter", which are measured together.
+            static. A row has 4 floats for each leaf or layer.
+        of: Norms to measure: `("gradient",)`, or also "update" and "parameter", which are measured
+            together.
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
             contains its index. With "global", only the whole tree is measured. Inside `shard_map`,
             an axis that indexes layers or rows must not be sharded.
-        trainable: Leaves to measure, as a prefix tree of bools or a function from the parameters to
-            one, None for all. The other leaves may have any dtype; their updates do not change.
+        trainable: Leaves to measure, as a prefix tree of bools or a function `params -> bools`;
+            None measures all leaves. Other leaves may have any dtype, and their updates do not
+            change.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`), but not
             after `psum` or `pmean`.
         replica_axis: Mapped axes along which all devices should have the same parameters, such as
-            the data axis inside `shard_map` or `pmap`. None disables the check. The check
-            needs the parameters, so it measures updates and parameters even if `of` lacks them.
+            the data axis inside `shard_map` or `pmap`. None disables the check. The check also
+            measures updates and parameters, even if `of` does not contain them.
         check_every: Number of steps between two checks of the replicas, >= 1. Each check is one
             all-reduce of one norm for each leaf or layer and device. Steps 0, `check_every`,
             `2 * check_every` and so on are checked.
-        taps: Probes of the model from `gradclip_jax.taps.make_probes`, if statistics of taps are
-            passed to `update`. Passing statistics is optional for each step.
+        taps: Probes of the model from `gradclip_jax.taps.make_probes`, required if `update`
+            receives statistics of taps. Any step may omit the statistics.
 
     Returns:
         An Optax transformation with a `WatchState`.
@@ -236,11 +237,11 @@ def watch(
 
 
 class Units(NamedTuple):
-    """The leaves that are measured in one call, and which of their elements share a norm.
+    """The leaves that one call measures, and their norm groups.
 
     Attributes:
         gradient: Measured leaves of the gradient.
-        groups: Their norm groups.
+        groups: Norm groups of these leaves.
         places: Indices of the measured leaves among all leaves of the gradient.
         axis_name: Mapped axes over which every leaf is sharded.
     """
@@ -265,7 +266,8 @@ class RowValues(NamedTuple):
         loss: float32[].
         norm_limit: Smallest threshold of the guards for the gradient norm, float32[].
         loss_limit: Smallest threshold of the guards for the loss, float32[].
-        norms: Numbers of the whole tree and of each unit, float32[1 + units, 4]; see `norm_table`.
+        norms: Four numbers for the whole tree and for each unit, float32[1 + units, 4]; see
+            `norm_table`.
         taps: Sums of the taps.
         clip_factors: Smallest factor of each clip.
     """
@@ -329,7 +331,7 @@ class WatchUpdate(InPlaceUpdate):
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
     ) -> tuple[Tree, Tree, Tree]:
-        """Implement `apply_gradients`; the step is measured where the updates are computed."""
+        """Implement `apply_gradients`, and measure updates before they are added to parameters."""
         update = self.inner.update
         if not isinstance(update, InPlaceUpdate):
             updates, state = self(grads, state, params, **extra_args)
@@ -379,14 +381,14 @@ class WatchUpdate(InPlaceUpdate):
         inner_state: Tree,
         extra_args: ExtraArgs,
     ) -> WatchState:
-        """Return the state with a new row, which also contains the measured gradient.
+        """Measure the gradient, and return the state with a new row.
 
         `step_sums` are the sums of squares of updates and parameters, or None if not measured.
         """
         sums = sums_of_gradient(units)
         step_sums = jnp.zeros_like(sums) if step_sums is None else step_sums
         norms = norm_table(sums, step_sums, units.groups)
-        # The scale in the old state, by which the loss of this gradient was multiplied.
+        # The gradient was computed with the loss scale in the old state.
         norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
@@ -506,7 +508,7 @@ def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
     """Return whether the parameter norms of a replica differ, and the index of this replica.
 
-    If several replicas differ from the median, the index is that of the largest difference. The
+    If several replicas differ from the median, the index of the most different one is returned. The
     norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
     their norms are identical bit for bit.
     """
@@ -534,7 +536,7 @@ def _loss_scale(state: Tree) -> Array | int:
 
 
 def _clip_factors(inner_metrics: dict[str, Array]) -> dict[str, Array]:
-    """Return the entries of a dictionary of metrics that are factors of clips."""
+    """Return the metrics that are factors of clips."""
     return {key: x for key, x in inner_metrics.items() if key.startswith("clip_factor")}
 
 
@@ -543,7 +545,7 @@ def _outcome(
 ) -> Array:
     """Return the flags of a row.
 
-    They contain the outcome of the call, which norms are measured, and which arguments are passed.
+    They describe the outcome of the call, the measured norms and the passed arguments.
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
     has_window = bool(find_states(inner_state, AccumulationState))

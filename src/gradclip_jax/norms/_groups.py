@@ -1,4 +1,4 @@
-"""Norm groups, which are sets of elements that share a norm, and one number for each of them."""
+"""Norm groups, which are sets of elements that share a norm, and numbers for each group."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class NormGroups(NamedTuple):
     """Which elements of the inexact leaves of a tree share a norm.
 
     Attributes:
-        group_of_leaf: For each leaf, the index of the array in `PerGroup.arrays` that contains its
-            norm or norms; None if it has none.
+        group_of_leaf: For each leaf, the index of its norms in `PerGroup.arrays`; None if the leaf
+            has no norm.
         num_arrays: Number of arrays in `PerGroup.arrays`.
         labels: Labels of groups of leaves.
-        axes: The axes of each leaf over which the norm of a slice is computed, if groups are
-            slices; None if groups consist of whole leaves.
+        axes: If groups are slices, the axes of each leaf over which a norm is computed. None if
+            groups consist of whole leaves.
         is_local: Whether norms are computed without communication inside `shard_map`.
         is_rms: Whether thresholds limit root mean squares instead of norms.
     """
@@ -66,7 +66,7 @@ def slice_groups(
 
 
 def num_slices(x: Array, axes: Axes) -> int:
-    """Return the number of norms of a leaf that is reduced over the given axes."""
+    """Return the number of norms of a leaf if each norm is computed over the given axes."""
     return math.prod(n for i, n in enumerate(np.shape(x)) if i not in axes)
 
 
@@ -76,8 +76,8 @@ class PerGroup:
     """One number for each norm group, such as its norm, threshold or factor.
 
     Attributes:
-        arrays: One scalar for each group of whole leaves, or for each leaf an array with one number
-            for each slice, which broadcasts against the leaf.
+        arrays: One scalar per group, if groups consist of whole leaves. Otherwise one array per
+            leaf, with a number per slice, which broadcasts against the leaf.
         groups: The norm groups.
     """
 
@@ -111,7 +111,7 @@ class PerGroup:
         return len(self.arrays) == 1 and not self.arrays[0].ndim
 
     def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
-        """Return the numbers of each leaf, which broadcast against it; None without a group."""
+        """Return the numbers of each leaf, shaped to broadcast against it, or None."""
         index = self.groups.group_of_leaf
         if len(self.arrays) != 1:
             return [None if group is None else self.arrays[group] for group in index]
@@ -130,7 +130,7 @@ class PerGroup:
 
 
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
-    """Split a vector, such as that of `PerGroup.vector`, into arrays like the given ones."""
+    """Split a vector, such as the result of `PerGroup.vector`, into arrays shaped like `like`."""
     parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
     # Without arrays, `jnp.split` returns one empty part.
     return [reshard_like(part.reshape(x.shape), x) for part, x in zip(parts, like, strict=False)]

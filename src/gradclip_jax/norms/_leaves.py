@@ -34,7 +34,7 @@ class Leaves(NamedTuple):
         return leaves_at(tree, self.places)
 
     def replace(self, arrays: Sequence[Array]) -> Tree:
-        """Return the tree with other inexact leaves."""
+        """Return the tree after replacing its inexact leaves."""
         leaves = list(self.given)
         for place, new in zip(self.places, arrays, strict=True):
             leaves[place] = new
@@ -55,9 +55,10 @@ def flatten(tree: Tree) -> Leaves:
 
 
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
-    """Flatten a tree whose leaves are floating-point, complex (unless `real`) or float0, or raise.
+    """Flatten a tree, and raise unless its leaves are floating-point, complex or float0.
 
-    Leaves that are unreduced over a mesh axis or in host memory raise as well.
+    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis or in host memory
+    raise as well.
     """
     kind = jnp.floating if real else jnp.inexact
     given, structure = jax.tree.flatten(tree)
@@ -116,7 +117,7 @@ def norm_dtype(leaves: Iterable[Array]) -> DTypeLike:
 
 
 def wide_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """Return the floating-point or complex dtype of at least 32 bits to cast `dtypes` to.
+    """Return the common dtype of at least 32 bits for computations with `dtypes`.
 
     `jnp.promote_types` does not support float8, and raises under strict promotion.
     """

@@ -13,7 +13,7 @@ from .._errors import type_error
 from .._types import Array, Tree
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | None
-"""A prefix tree of bools, a function from the parameters to one, or None to include all leaves."""
+"""A prefix tree of bools, a function `params -> bools`, or None to include all leaves."""
 
 
 def check_mask(mask: Mask) -> None:
@@ -46,7 +46,7 @@ def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
 
 
 def mask_leaves(mask: Mask, tree: Tree, params: Tree) -> Tree:
-    """Replace leaves without elements, and those outside the mask, by `optax.MaskedNode()`."""
+    """Replace empty leaves and leaves outside the mask by `optax.MaskedNode()`."""
     if not jax.tree.leaves(tree):  # a placeholder of `optax.tree.map_params`
         return tree
 

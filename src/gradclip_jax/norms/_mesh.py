@@ -106,7 +106,7 @@ def sum_over(x: Array, axes: frozenset[str]) -> Array:
 
 
 def max_over(x: Array, axes: frozenset[str]) -> Array:
-    """Return the maximum over mesh axes, with NaN as infinity, because all-reduces may drop NaN."""
+    """Return the maximum over mesh axes. NaN becomes infinity, because all-reduces may drop NaN."""
     if not axes:
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):

@@ -37,8 +37,8 @@ def global_norm(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = N
     | sharded | the norm of the whole tree; see `axis_name` |
     | sharded, `axis_name=()` | the norm of the shards on this device |
 
-    Sums are computed in float32, or in float64 if a leaf has 64 bits. Derivatives are finite; that
-    of the 2-norm is zero where the norm is zero or not finite.
+    Sums are computed in float32, or in float64 if a leaf has 64 bits. All derivatives are finite: a
+    2-norm that is zero or not finite has a derivative of zero.
 
     Args:
         tree: Pytree of floating-point or complex leaves, in the units of the gradients.

@@ -153,7 +153,7 @@ def _reduce_stacked(
     is_sum: bool = True,
 ) -> list[Array]:
     """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
-    # Slices are not stacked, because their norms would have to be taken out of the stack again.
+    # Slices are not stacked, because their norms would have to be unstacked again.
     if groups.axes is None:
         stacks = small_stacks(groups, leaves)
         groups, leaves = groups_of_stacks(groups, stacks), stack(leaves, stacks)
@@ -161,10 +161,10 @@ def _reduce_stacked(
 
 
 def small_stacks(groups: NormGroups, *columns: Sequence[Array]) -> list[list[int]]:
-    """Return the indices of the leaves in each stack, which one kernel reduces.
+    """Return the indices of the leaves in each stack. One kernel reduces a stack.
 
     A stack contains small leaves of one type that belong to the same norm group, or have the same
-    slices. A large leaf is alone. Each column contains an array for each leaf.
+    slices. A large leaf is not stacked. Each column contains an array for each leaf.
     """
     labels = groups.group_of_leaf if groups.axes is None else groups.axes
     return stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
@@ -196,7 +196,8 @@ def table_of_sums(
     table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
     if groups.axes is None or not leaves:
         return table
-    # A leaf has one row for each slice. Sort the rows, which are in the order of the stacks.
+    # Each row belongs to one slice of a leaf. Sort the rows from the order of the stacks to that of
+    # the leaves.
     ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
     rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
     order = np.concatenate([rows_of_leaf[i] for indices in stacks for i in indices])
@@ -204,7 +205,7 @@ def table_of_sums(
 
 
 def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:
-    """Divide the norm of each slice of each leaf by the root of its number of elements."""
+    """Divide the norm of each slice by the square root of its number of elements."""
     roots: list[Array] = []
     for x, axes, norm in zip(leaves, norms.groups.axes or (), norms.arrays, strict=True):
         num_shards = num_devices(shard_axes(x, axis_name))

@@ -6,15 +6,15 @@
 | `norms` | per-example gradient norms, optionally by group of leaves |
 
 **Method.** For an example with T tokens, the gradient of a weight matrix is a sum of T outer
-products of an input and an output gradient. These two factors are all that its norm and the clipped
-sum need:
+products of an input and an output gradient. Its norm and the clipped sum can be computed from these
+two factors:
 
 1. `_loss` binds the loss to the arguments of a call and traces the gradient of one example.
 2. `_evaluate` evaluates this jaxpr. Where a primitive would multiply the two factors, a rule of
    `_rules` keeps them as a `Factored` array (`_factored`) instead. Without a rule, the gradient is
    an ordinary array, as in `jax.vmap(jax.grad(loss))`.
-3. `_gram` computes squared norms from the T x T Gram matrices of the factors (ghost norms), with a
-   bound of their error.
+3. `_gram` computes squared norms from the T x T Gram matrices of the factors (ghost norms), with an
+error bound.
 4. `_clipped_sum` multiplies one factor by the clip factors, and contracts over tokens and examples
    at once (book-keeping, Bu et al. 2022, arXiv 2210.00038). Examples whose norm is not accurate
    enough are materialized one by one.

@@ -243,7 +243,7 @@ def norms(
 
 
 _Sums: TypeAlias = tuple[list[Array], Array, Array, Array]
-"""Sums over examples: clipped gradients, loss values, weights without dropped examples, weights."""
+"""Sums over examples: clipped gradients, losses, weights of kept examples, all weights."""
 
 
 class _Clip(NamedTuple):

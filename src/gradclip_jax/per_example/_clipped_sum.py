@@ -2,8 +2,8 @@
 
 The gradient norms are computed from the factors of the gradients. The clipped gradients are summed
 in one contraction, after the smallest factor is multiplied by the clip factor of each example. If
-the norm of an example from its factors is not accurate enough, its gradient is materialized and
-added separately. The method used for an example, and thus its contribution to the sum, does not
+the norm that the factors of an example yield is not accurate enough, its gradient is materialized
+and added separately. The method used for an example, and thus its contribution to the sum, does not
 depend on other examples.
 """
 

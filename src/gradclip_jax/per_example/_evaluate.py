@@ -100,7 +100,7 @@ def _linear_operands(eqn: core.JaxprEqn, flags: Sequence[bool]) -> Collection[in
 
 
 def _inner(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
-    """Return the jaxpr that an equation calls, such as that of `jit`."""
+    """Return the jaxpr that an equation calls, such as the body of `jit`."""
     closed = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     return closed if hasattr(closed, "consts") else core.ClosedJaxpr(closed, [])
 

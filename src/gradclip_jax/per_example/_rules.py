@@ -50,7 +50,7 @@ class PrimitiveRule(NamedTuple):
             apply.
         follows: Positions of the operands in which the primitive is linear, or a function that
             returns these positions.
-        starts: Whether the rule can return a product of factors although no operand is one.
+        starts: Whether the rule can return a product of factors even if no operand is a product.
     """
 
     apply: Callable[..., Factored | Convolution | list[Factored] | None]

@@ -1,4 +1,4 @@
-"""The accumulation of micro-batches in a window, which yields one gradient for the optimizer."""
+"""Accumulate the micro-batches of a window into one gradient for the optimizer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class AccumulationState(NamedTuple):
 
     Attributes:
         mini_step: Number of micro-batches in the window.
-        gradient_step: Number of windows with which the inner transformation ran.
+        gradient_step: Number of calls in which the inner transformation ran.
         accumulation_steps: Length of the window.
         micro_batch_count: Number of all micro-batches so far.
-        empty_windows: Number of windows that closed without weight.
-        gradient: Weighted sum of the gradients; its total is () for `every=1`.
+        empty_windows: Number of windows that closed with a total weight of zero.
+        gradient: Weighted sum of the gradients; `total` is () for `every=1`.
         loss: Weighted sum of the losses, float32[].
     """
 
@@ -66,7 +66,7 @@ class AccumulationState(NamedTuple):
         return self._replace(gradient=self.gradient._replace(total=total))
 
     def close_if(self, closes: Scalar | bool) -> AccumulationState:
-        """Return the state without the micro-batches of the window if `closes`."""
+        """Return the state, with an empty window if `closes`."""
         return self._replace(
             mini_step=jnp.where(closes, 0, self.mini_step),
             gradient=self.gradient.empty_if(closes),
@@ -91,17 +91,17 @@ class MicroBatch(NamedTuple):
 
     @property
     def passes_gradient(self) -> Scalar:
-        """Whether the call passes a gradient; the function `flush` passes zeros of weight 0."""
+        """Whether the call contains a gradient. `gcx.flush` passes zeros with weight 0 instead."""
         return ~(self.flush & (self.weight == 0))
 
     @property
     def counts(self) -> Scalar:
-        """Whether the weight is not 0. It may be NaN, which guards reject."""
+        """Whether the weight is nonzero. A NaN weight counts, so that guards can reject it."""
         return self.weight != 0
 
 
 def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
-    """Read the extra arguments of an accumulation from those of `update`."""
+    """Read `weight` and `flush` from the extra arguments of `update`."""
     flush = extra_args.get("flush", False)
     if not is_scalar(flush, jnp.bool_):
         hint = "Pass True to close the window in this call."
@@ -113,7 +113,7 @@ def micro_batch_of(extra_args: ExtraArgs) -> MicroBatch:
 
 
 class Accumulation(NamedTuple):
-    """The arguments of `accumulate_gradients`, and what it does with micro-batches."""
+    """The arguments and the implementation of `accumulate_gradients`."""
 
     every: Count | Callable[[Scalar], Number]
     reduction: Reduction
@@ -122,18 +122,18 @@ class Accumulation(NamedTuple):
 
     @property
     def needs_no_sum(self) -> bool:
-        """Whether each window is known to consist of one micro-batch."""
+        """Whether every window has one micro-batch, because `every` is the integer 1."""
         return isinstance(self.every, (int, np.integer)) and self.every == 1
 
     def has_sum(self, state: AccumulationState) -> bool:
-        """Return whether a state contains a sum.
+        """Return whether a state contains a sum of gradients.
 
-        With `every=1`, a restored state may contain the sum of another `every`.
+        With `every=1`, it does if it was saved with another `every`.
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
     def length(self, gradient_step: Scalar) -> Scalar:
-        """Return the number of micro-batches in the window of a gradient step, in [1, 2^31)."""
+        """Return the number of micro-batches in the given window, in [1, 2^31)."""
         length = self.every
         if callable(length):
             length = call_user("every", "every", length, gradient_step)
@@ -146,7 +146,7 @@ class Accumulation(NamedTuple):
         return jnp.where(is_long, MAX_INT32, jnp.maximum(known, 1))
 
     def init(self, params: Tree) -> AccumulationState:
-        """Return a state without accumulated micro-batches."""
+        """Return a state with an empty window."""
         check_arrays("params", params)
         check_placement("params", params)
 
@@ -174,7 +174,7 @@ class Accumulation(NamedTuple):
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
-        # The last comparison is always true, but not a constant for XLA; see `summand`.
+        # If `arrived`, then `mini_step > 0`, but XLA must not know this; see `summand`.
         is_added = arrived & batch.counts & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
@@ -204,11 +204,11 @@ class Accumulation(NamedTuple):
     def close(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch
     ) -> tuple[Tree, ExtraArgs, Tree]:
-        """Return the gradient and the extra arguments of a window whose last gradient is `grads`.
+        """Return the gradient of a window, its extra arguments, and the new value of its sum.
 
-        The loss, and an argument `grad` that is a gradient, are replaced by those of the window.
-        The third result replaces the sum, which is not read again. It is the gradient itself, so
-        that XLA can reuse the buffer of the sum for the gradient.
+        `grads` and `batch` belong to the last micro-batch. The loss and the gradient of the window
+        replace the extra arguments `value` (or `loss`) and `grad`. The sum is not read again, so
+        the gradient takes its place, and XLA can reuse its buffer.
         """
         buffer = state.gradient.total
         if self.has_sum(state):
@@ -227,7 +227,7 @@ class Accumulation(NamedTuple):
     def finish(
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
-        """Return the state after the call, with the counts of windows and steps."""
+        """Count gradient steps and empty windows, and empty the window if it closed."""
         is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),

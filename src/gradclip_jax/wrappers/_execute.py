@@ -1,4 +1,4 @@
-"""One call of guards and an accumulation around a transformation, in the order of events.
+"""Run guards, an accumulation and the inner transformation in one call of `update`.
 
 1. Guards around the accumulation check the micro-batch.
 2. The accumulation adds it to the window.
@@ -57,7 +57,8 @@ class _Call(NamedTuple):
         grads: The gradient as the caller passed it.
         state: State before the call.
         params: Parameters, or None.
-        observe: Function that measures updates in place, or None.
+        observe: Function that measures the updates before they are added to the parameters, or
+            None.
     """
 
     wrappers: Wrappers
@@ -68,7 +69,7 @@ class _Call(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a step updates in place.
+    """Arrays that a step updates in place.
 
     Attributes:
         params: Parameters to which the updates are added; None to return the updates.
@@ -80,12 +81,11 @@ class _Carry(NamedTuple):
 
 
 class _Findings(NamedTuple):
-    """What guards found in a gradient, with one entry for each guard.
+    """Results of checking one gradient; the lists have one entry for each guard.
 
     Attributes:
-        skips: The flags with which a guard skips; only the first guard that rejects the gradient
-            skips.
-        observed: What its check returned for `Guard.advance`.
+        skips: Skip flags of each guard. Only the first guard that rejects the gradient skips it.
+        observed: Value that the check returned for `Guard.advance`.
         norm: Norm of the gradient that the first guard received; None without guards.
     """
 
@@ -100,8 +100,8 @@ class _StepResult(NamedTuple):
     Attributes:
         updates: The updates; None if they were added to the parameters.
         measured: The measurements of `observe`, or None.
-        skips: For each guard, outer guards first, the flags with which it skips the step.
-        findings: Results of the checks of the gradient by the guards inside the accumulation.
+        skips: Skip flags of each guard, from the outermost to the innermost.
+        findings: Results of the guards inside the accumulation.
     """
 
     updates: Tree
@@ -137,7 +137,7 @@ def execute(
     | the gradient was only accumulated | unchanged | updated in guards that accepted it |
     | a skip, or a window without weight | + 1 | updated only in the guard that skipped |
 
-    Guards around an accumulation do not check micro-batches of weight 0, which it ignores.
+    Guards around an accumulation do not check micro-batches of weight 0.
     """
     with named(wrappers.name):
         wrappers.check_state(state)
@@ -171,7 +171,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, grads, batch, is_accepted)
 
-    # `step` makes zeros like these arrays, so they are operands; see `run_step`.
+    # `step` creates zeros like these arrays, so they must be operands; see `run_step`.
     def step(
         carry: tuple[Tree, _Carry], window: AccumulationState, grads: Tree, params: Tree
     ) -> tuple[_StepResult, tuple[Tree, _Carry]]:
@@ -185,7 +185,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
         accumulation.has_sum(window) or wrappers.outer or batch.is_weight_passed
     )
     result, (total, carry) = run_step(
-        True if each_is_a_window else takes_step,  # known at trace time: without a branch
+        True if each_is_a_window else takes_step,  # if known at trace time, no branch is compiled
         step,
         (window.gradient.total, carry),
         window,
@@ -196,7 +196,8 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
     has_run = takes_step & is_accepted_by_all(result.skips)
     is_accumulated = is_accepted & batch.passes_gradient & ~closes
     is_used = is_accepted & batch.counts & (is_accumulated | has_run)
-    # A guard around it may reject the micro-batch, the window or, with `flush`, both: one skip.
+    # With `flush`, an outer guard may reject both the micro-batch and the window. It counts one
+    # skip.
     num_outer = len(wrappers.outer)
     outer_skips = [x | y for x, y in zip(found.skips, result.skips[:num_outer], strict=True)]
     inner_skips, inner_found = result.skips[num_outer:], result.findings
@@ -216,7 +217,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
 
 
 def _check_micro_batch(call: _Call, batch: MicroBatch) -> tuple[Tree, _Findings]:
-    """Pass a micro-batch through the guards around the accumulation, unless its weight is 0."""
+    """Check a micro-batch with the outer guards. They accept it if its weight is 0."""
     guards = call.wrappers.outer
     checks = [guard.check_micro_batch or guard.check for guard in guards]
     extra_args = batch.extra_args | {"weight": batch.weight}
@@ -228,7 +229,7 @@ def _check_micro_batch(call: _Call, batch: MicroBatch) -> tuple[Tree, _Findings]
 def _last_norm(
     call: _Call, micro_batch: _Findings, counts: Scalar, window: _Findings, takes_step: Scalar
 ) -> Scalar | None:
-    """Return the last gradient norm of the outermost guard, from this call or an earlier one."""
+    """Return the norm of the last gradient that the outermost guard checked."""
     if call.wrappers.outer:
         norm, is_measured = micro_batch.norm, counts
     else:
@@ -306,20 +307,20 @@ def _take_step(
 
 
 def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipFlags]:
-    """Return the flags with which guards around an accumulation skip the gradient of a window."""
+    """Check the gradient of a window with the outer guards, and return their skip flags."""
     skips: list[SkipFlags] = []
     for guard, state in zip(call.wrappers.outer, call.state.outer, strict=True):
         rejections: Rejections = {}
         if guard.check_window is not None:
             norm, rule_state = guard.norm(grads), state.rule_state
-            # The guard advances with the micro-batch, so what it observes here is not kept.
+            # Only micro-batches update the state of an outer guard, so `observed` is not used.
             rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
         skips.append(skip_flags(rejections))
     return skips
 
 
 def _check_step(call: _Call, updates: Tree, before: Tree, after: Tree) -> list[SkipFlags]:
-    """Return the flags with which guards skip a computed step, with the inner states around it."""
+    """Check a computed step with all guards, and return their skip flags."""
     skips: list[SkipFlags] = []
     for guard in call.wrappers.all_guards:
         rejections: Rejections = {}
@@ -336,9 +337,9 @@ def _next_guards(
     observed: Sequence[Tree],
     is_used: Scalar,
 ) -> tuple[GuardState, ...]:
-    """Count the skips of guards by cause, and advance the states of the guards themselves.
+    """Count the skips of each guard by cause, and update its own state.
 
-    `is_used` is whether all guards accepted the gradient, and it was applied or accumulated.
+    `is_used` is True if all guards accepted the gradient and it was applied or accumulated.
     """
     after: list[GuardState] = []
     for guard, state, skip, seen in zip(guards, states, skips, observed, strict=True):
@@ -364,7 +365,7 @@ def _with_outcome(
 ) -> WrapperState:
     """Record the outcome of a call, consecutive skips, and whether a guard has failed.
 
-    `skips` has one entry for each guard, and `flags` are those of the accumulation.
+    `skips` has one entry for each guard. `flags` describes the accumulation.
     """
     before, guards = call.state, call.wrappers.all_guards
     outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags

@@ -1,4 +1,4 @@
-"""What a guard consists of."""
+"""The functions and arguments that define a guard."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
 
 Rejections: TypeAlias = dict[str, Scalar | bool]
-"""For each cause of a guard, whether the guard rejects a step because of it."""
+"""Whether a guard rejects a step, for each cause, such as "nonfinite"."""
 
 Observe: TypeAlias = Callable[[Tree, Tree], Tree]
-"""A function `(updates, params) -> measurements` that is called where the updates are computed."""
+"""A function `(updates, params) -> measurements`, called before updates are added in place."""
 
 GradientCheck: TypeAlias = Callable[[Tree, Scalar, Tree, Tree, ExtraArgs], tuple[Rejections, Tree]]
 """A function `(grads, norm, rule_state, params, extra_args) -> (rejections, observed)`.
 
-It checks a gradient, whose norm is `norm`; `observed` is a pytree for `Guard.advance`.
+It checks `grads`, whose norm is `norm`. `Guard.advance` receives the pytree `observed`.
 """
 
 
 class Guard(NamedTuple):
-    """A guard, which skips the steps that one of its checks rejects.
+    """A guard, which skips a step if one of its checks rejects it.
 
-    A guard does not know the accumulation or the other guards. `execute` calls its functions and
-    counts its skips. All results must be the same on all devices.
+    The functions do not depend on the accumulation or on other guards. `execute` calls them and
+    counts the skips. Their results must be equal on all devices.
 
     Attributes:
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
         check: Function that checks the gradient of a step.
-        check_micro_batch: Function that checks a micro-batch, which is added to an accumulation
-            inside the guard; None to use `check`.
-        check_window: Function that checks the gradient of a window, if the guard is outside an
-            accumulation; None to check micro-batches only.
-        init: Function `params -> rule_state` that returns the state of the guard itself.
+        check_micro_batch: Function that checks each micro-batch if the guard is around an
+            accumulation; None to use `check`.
+        check_window: Function that checks the gradient of each window if the guard is around an
+            accumulation; None to check only micro-batches.
+        init: Function `params -> rule_state` that returns the guard's own initial state.
         advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
             this guard skipped, or if the gradient was applied or accumulated.
         unscale: Function `(grads, rule_state) -> grads` that is applied before the check.
@@ -100,12 +100,12 @@ def check_guard_arguments(
 
 
 def params_of(params: Tree) -> Tree:
-    """Return the parameters that receive gradients; for `optax.lookahead` the fast ones."""
+    """Return the parameters that receive gradients: the fast parameters for `optax.lookahead`."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
-    """Return whether the extra argument `grad`, which line searches read, is like the gradient."""
+    """Return whether there is an extra argument `grad` with the structure of the gradient."""
     kinds = map(jax.tree.structure, (extra_args.get("grad"), grads))
     return "grad" in extra_args and len({*kinds}) == 1
 
@@ -113,7 +113,7 @@ def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
     """Return the name and the value of the loss; the value is None if no loss was passed."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
-    # The inner transformation may read another `loss`, which is not a number.
+    # A `loss` that is not a number is an argument of the inner transformation.
     is_loss = value is None and is_scalar(loss, jnp.floating, jnp.integer, jnp.bool_)
     return ("loss", loss) if is_loss else ("value", value)
 

@@ -1,4 +1,4 @@
-"""The transformation inside guards and an accumulation, and the parameters that it updates."""
+"""Run the transformation inside guards and an accumulation, and apply its updates."""
 
 from __future__ import annotations
 

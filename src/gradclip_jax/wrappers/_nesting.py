@@ -1,4 +1,4 @@
-"""The guards and the accumulation that wrap a transformation, in their order."""
+"""Guards and an accumulation around a transformation, in their order of nesting."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Wrappers(NamedTuple):
                 outer=outer,
                 accumulation=self.accumulation and self.accumulation.init(params),
                 guards=guards,
-                # Weak types, which `update` does not return, would cause a second trace.
+                # `update` returns no weak types, so weak types here would cause a second trace.
                 inner_state=like_dtypes(inner_state, inner_state),
             )
 
     def check_state(self, state: Any) -> None:
-        """Raise if a state is not that of these wrappers."""
+        """Raise if a state does not belong to these wrappers."""
         check_state(state, WrapperState, "consecutive_skips")
         hint = "Convert it with `gcx.convert_state(tx, state, params)`."
         if (self.accumulation is None) != (state.accumulation is None):

@@ -1,4 +1,4 @@
-"""Flags with which guards skip, as lists with one entry for each guard.
+"""Skip flags, in lists with one entry for each guard.
 
 | value | meaning |
 | --- | --- |
@@ -24,7 +24,7 @@ SkipFlags: TypeAlias = Array | int
 
 
 def skip_flags(rejections: Rejections) -> SkipFlags:
-    """Return the flags of a skip by the causes that reject."""
+    """Combine the flags of all causes for which a guard rejects; 0 if there are none."""
     flags = (
         flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_rejected)
         for cause, is_rejected in rejections.items()
@@ -33,7 +33,7 @@ def skip_flags(rejections: Rejections) -> SkipFlags:
 
 
 def first_skip(skips: Sequence[SkipFlags]) -> list[SkipFlags]:
-    """Keep the flags of the first guard that skips, and set those of later guards to 0."""
+    """Keep the flags of the first guard that skips, and set the flags of later guards to 0."""
     kept: list[SkipFlags] = []
     for skip in skips:
         is_first = is_accepted_by_all(kept)

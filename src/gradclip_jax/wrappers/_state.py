@@ -18,7 +18,7 @@ from .._types import Array, Scalar, Tree
 
 
 class CallOutcome(enum.IntFlag):
-    """What a call of guards and an accumulation did. The values are stored in checkpoints.
+    """Flags that describe one call of `update`. Their values are stored in checkpoints.
 
     | flag | meaning |
     | --- | --- |
@@ -49,7 +49,7 @@ class GuardState(NamedTuple):
 
     Attributes:
         skipped: Number of steps that this guard skipped for each cause, int32[].
-        rule_state: State of the guard itself: of its thresholds, its loss scale or its `SkipRule`.
+        rule_state: The guard's own state, such as its thresholds or its loss scale.
     """
 
     skipped: dict[str, Scalar]
@@ -59,8 +59,8 @@ class GuardState(NamedTuple):
 class WrapperState(NamedTuple):
     """State of guards and an accumulation that are directly around each other.
 
-    The fields that `update` does not read are the last ones. JAX drops their donated buffers and
-    matches the others with the outputs in order; in another order, XLA would copy every scalar.
+    Fields that `update` does not read must be last. JAX drops their donated buffers and matches the
+    remaining buffers with the outputs in order; in another order, XLA would copy every scalar.
 
     Attributes:
         consecutive_skips: Number of skipped calls and of windows without weight since the last
@@ -103,7 +103,7 @@ class WrapperState(NamedTuple):
 
 
 def outcome_of(state: Tree) -> Scalar:
-    """Return what the last call did, as flags of `CallOutcome`; `APPLIED` without a guard.
+    """Return the flags of the last call; `APPLIED` without guards and accumulations.
 
     If a state contains several guards or accumulations side by side, as in `optax.partition`, their
     flags are combined; a call that applied some updates is not `ACCUMULATED`.
@@ -116,7 +116,7 @@ def outcome_of(state: Tree) -> Scalar:
 
 @jax.jit  # outside jit, constants would be transferred to the device one by one
 def _combined_outcome(nodes: list[Tree]) -> Array:
-    """Combine outcomes, and those of the states of `optax.MultiSteps` and `apply_if_finite`."""
+    """Combine outcomes with the states of `optax.MultiSteps` and `optax.apply_if_finite`."""
     found = [node if isinstance(node, jax.Array) else _outcome_of_optax(node) for node in nodes]
     outcome = found[0] if found else jnp.int32(int(CallOutcome.APPLIED))
     for other in found[1:]:

@@ -45,9 +45,9 @@ class InPlaceUpdate:
 class WrapperUpdate(InPlaceUpdate):
     """The `update` function of a transformation inside guards or an accumulation.
 
-    The function is a callable object instead of a closure, so that another guard around it can
-    extend it, even if a trainer has rebuilt the transformation from `init` and `update`.
-    `jax.named_call` requires `__name__`.
+    The function is a callable object instead of a closure, so that another guard can read and
+    extend its `wrappers`, even if a trainer has rebuilt the transformation from `init` and
+    `update`. `jax.named_call` requires `__name__`.
     """
 
     __name__: ClassVar[str] = "update"
@@ -92,12 +92,12 @@ def apply_gradients(
 ) -> tuple[Tree, Tree]:
     """Run `update` and `optax.apply_updates` in one call.
 
-    The result equals that of the two separate calls, except that bfloat16 gradients which
-    `accumulate_gradients` or `dynamic_loss_scale` computes in float32 are rounded only once, when
-    they are added to the parameters.
-    `apply_gradients` is faster for accumulations and guards. If the optimizer does not run,
-    parameters and optimizer state are not read or written, whereas `update` must return a tree of
-    zeros. Donate `params` and `state` to the jitted step; otherwise they are copied.
+    The result equals that of the two separate calls, with one exception: if `accumulate_gradients`
+    or `dynamic_loss_scale` computes bfloat16 gradients in float32, the updates are rounded only
+    once, when they are added to the parameters. `apply_gradients` is faster for accumulations and
+    guards. If the optimizer does not run, parameters and optimizer state are not read or written,
+    whereas `update` must return a tree of zeros. Donate `params` and `state` to the jitted step;
+    otherwise they are copied.
 
     Args:
         tx: Gradient transformation.
