@@ -51,7 +51,7 @@ def is_only_clips(state: Tree) -> bool:
 
 
 def _is_clip(node: object) -> bool:
-    """Return whether a node of an optimizer state is the state of a clip of this package."""
+    """Return whether a node of an optimizer state belongs to a clip of this package."""
     return hasattr(type(node), "is_clip")
 
 
@@ -61,7 +61,7 @@ def _is_loss_scale(node: object) -> bool:
 
 
 def _has_clip(state: Tree) -> bool:
-    """Return whether a state contains the state of a clip of this package."""
+    """Return whether an optimizer state contains a clip of this package."""
     return _contains(state, _is_clip)
 
 

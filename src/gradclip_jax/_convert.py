@@ -195,7 +195,7 @@ def _shown(argument: str, leaf: _Leaf | None) -> str:
 class _Part(NamedTuple):
     """A clip, a guard, an accumulation or a `watch` in an optimizer state.
 
-    Guards that are directly around each other share the fields `consecutive_skips` and
+    Directly nested guards share the fields `consecutive_skips` and
     `guard_failed`. These fields form an additional part, whose state is a `WrapperState` without
     guards.
 

@@ -76,7 +76,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     signature = inspect.signature(fun)
 
     def wrap(result: Any) -> Any:
-        # The updates of guards and accumulations are objects with names of their own.
+        # The `update` of a guard is a callable object, which names errors itself.
         if not isinstance(result, types.FunctionType):
             return result
 

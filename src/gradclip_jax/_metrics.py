@@ -42,7 +42,7 @@ def metrics(state: Tree) -> dict[str, Array]:
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    Each number has one key. Guards that are directly around each other share one state, and their
+    Each number has one key. Directly nested guards share one state, and their
     skips are added. If several clips or other states have the same metric, the path of the state is
     appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain. The key
     without a path then contains the sum of skips, the largest `consecutive_skips` and

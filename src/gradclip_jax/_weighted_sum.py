@@ -45,8 +45,8 @@ class WeightedSum(NamedTuple):
 
         The addition is not conditional, because the host of a GPU would wait for its predicate.
         Trees that are not added may contain NaN. A weight of None means 1 and omits the product.
-        Pass `is_zeroed=True` if the total of an empty sum is known to be 0, which omits a
-        selection. XLA can then move the all-reduce of a gradient out of a loop over micro-batches.
+        With `is_zeroed=True`, the total of an empty sum must be 0, and no `jnp.where` is needed.
+        XLA can then move the all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
         added_weight = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
@@ -58,7 +58,7 @@ class WeightedSum(NamedTuple):
             wide = wide_dtype(total.dtype)
             term = summand(jnp.asarray(x), is_added).astype(wide)
             # Old values are overwritten instead of multiplied by 0, because they may be NaN.
-            # XLA on GPU would share zeros with a scan over layers, and copy them (see `summand`).
+            # -0.0 instead of 0 avoids a copy on GPU; see `summand`.
             old = total if is_zeroed else jnp.where(is_empty, jnp.full_like(total, -0.0), total)
             old = old.astype(wide)
             term = term if weight is None else term * added_weight.astype(wide)

@@ -130,7 +130,7 @@ def _flush(
     params: Tree,
     traced: list[Any],
 ) -> tuple[Tree, Tree]:
-    """Return the updates and the state of a call that passes no gradient and closes the window.
+    """Call `update` without a gradient and close the window; return the updates and the state.
 
     `static` contains the leaves of the extra arguments that are not arrays, `traced` those that are
     arrays, and `structure` is the structure of the extra arguments.

@@ -107,7 +107,7 @@ class Losses:
 
     def __init__(self):
         self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = math.inf  # first finite loss, highest of the best BLOCK losses
+        self.first = self.best = math.inf  # first finite loss; maximum of the best BLOCK losses
         self.count, self.is_positive = 0, True
 
     def compare(
@@ -177,7 +177,7 @@ class Fault(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """A row, and the results of the rules of `_outliers` for its values.
+    """The measurements of one step, and the results of the detection rules for them.
 
     Attributes:
         place: Number of rows before this one.
@@ -185,8 +185,8 @@ class Findings(NamedTuple):
         tap_names: Names of the activations and the cotangents of the taps.
         rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         thresholds: The smallest values that would be outliers, by column.
-        unit_rises: The part of `rises` for the gradient norms of the units.
-        tap_rises: The part of `rises` for the RMS of the taps.
+        unit_rises: The entries of `rises` for the gradient norms of leaves or layers.
+        tap_rises: The entries of `rises` for the RMS of activations at taps.
         drifts: Logarithms of the ratios by which gradient norms have risen permanently, for the
             tree and each unit; 0 without a rise.
         is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.

@@ -64,7 +64,7 @@ def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, 
     clips = tuple(key for key in columns if key.startswith("clip_factor") and columns[key])
     names = names._replace(clips=clips) if names else Names(units_in(columns), clips)
     rows = Rows.zeros(len(steps), names)
-    rows.step[:], rows.factors[:] = steps, 1  # a line without a factor was not clipped
+    rows.step[:], rows.factors[:] = steps, 1  # a step without a logged factor was not clipped
     rows.outcome[:] = int(Outcome.APPLIED)
     bits_of = functools.cache(_outcome_bits)
     bits = {line: bits_of(str(text)) for line, text in columns.get("outcome", {}).items()}

@@ -111,14 +111,14 @@ def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int
 class Outliers:
     """Find the outliers of each column; see the module.
 
-    A tail depends on earlier outliers, and takes much longer to compute than the other terms of a
-    bound. It is therefore computed only in periods in which a value exceeds the other terms.
+    The tail of the distribution takes much longer to compute than the other terms of a bound,
+    because it depends on earlier outliers. It is only computed if a value exceeds those terms.
 
     Attributes:
         units: Columns of the gradient norms of the units.
         taps: Columns of the RMS of the taps.
         period: int[rows], the period of each row of the last call.
-        levels: float[periods, columns], the levels in these periods.
+        levels: float[periods, columns], the typical value of each column in each period.
     """
 
     def __init__(self, num_units: int, num_taps: int):
@@ -212,7 +212,7 @@ class Outliers:
         return np.fmin(np.fmax(self.floor[period, columns], tail), self.ceiling[period, columns])
 
     def _tail(self, start: int, end: int, columns: HostArray) -> HostArray:
-        """Return the tail of some columns, computed from the HISTORY rows before row `end`."""
+        """Estimate the tail of the given columns from the HISTORY rows before row `end`."""
         is_outlier = self.is_outlier[end - HISTORY - 2 * PERIOD : end, columns]
         if start < WINDOW:  # keep the first rows in the tail until there are enough others
             is_outlier[len(is_outlier) - start :][:PERIOD] = False
@@ -277,7 +277,7 @@ class Streaks:
         self.count, self.longest = np.zeros((2, len(least)), int)
 
     def compare(self, is_true: HostArray, is_false: HostArray) -> HostArray:
-        """Return which streaks to report in the next rows, bool[rows, conditions].
+        """Return whether to report a streak of each condition, bool[rows, conditions].
 
         A row in which a condition is neither true nor false does not end its streak.
         """

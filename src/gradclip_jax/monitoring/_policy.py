@@ -192,8 +192,7 @@ class Policy:
         is_pending: Whether the run has not returned to an earlier step since this decision.
         confirmed_ids: Batches that were left out, after which the same evidence did not occur
             again.
-        explained_until: Earlier reports explain why evidence before this step did not lead to a
-            rewind.
+        explained_until: Step before which the reason for not rewinding was already reported.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):

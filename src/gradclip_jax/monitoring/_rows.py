@@ -222,8 +222,8 @@ def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
     # returns while an accumulation around `watch` is open.
     written = np.unique(values[values[:, 2] != 0], axis=0)
     if num_runs > 1 or np.any(np.diff(written[:, 0]) == 0):
-        # Find the axis of the runs, along which the steps are equal. After a scan over `vmap`, it
-        # is not the first axis.
+        # Find the axis of the runs: all runs have the same steps. After a scan over `vmap`, it is
+        # not the first axis.
         axes = (i for i, n in enumerate(steps.shape) if n > 1 and not np.ptp(steps, i).any())
         one_run = f"jax.tree.map(lambda x: x[{':, ' * next(axes, 0)}i], state)"
         hint = f"Read run i with `monitors[i].read({one_run})`."

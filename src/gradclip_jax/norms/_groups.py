@@ -107,11 +107,11 @@ class PerGroup:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether there is one norm group, whose number is a scalar."""
+        """Whether there is only one norm group, so that its number is a scalar."""
         return len(self.arrays) == 1 and not self.arrays[0].ndim
 
     def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
-        """Return the numbers of each leaf, shaped to broadcast against it, or None."""
+        """Return an array for each leaf that broadcasts against it, or None without a group."""
         index = self.groups.group_of_leaf
         if len(self.arrays) != 1:
             return [None if group is None else self.arrays[group] for group in index]

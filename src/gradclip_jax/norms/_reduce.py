@@ -196,8 +196,7 @@ def table_of_sums(
     table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
     if groups.axes is None or not leaves:
         return table
-    # Each row belongs to one slice of a leaf. Sort the rows from the order of the stacks to that of
-    # the leaves.
+    # Each row is one slice of a leaf. Reorder the rows, which are sorted by stack, by leaf.
     ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
     rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
     order = np.concatenate([rows_of_leaf[i] for indices in stacks for i in indices])

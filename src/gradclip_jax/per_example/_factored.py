@@ -226,7 +226,7 @@ class Convolution:
         dtype: Dtype of the gradient.
         images: Images, of shape [groups * input channels, number, *image axes].
         grads: Output gradients, of shape [groups * output channels, number, *output axes].
-        spec: The convolution of both that computes the gradient.
+        spec: Dimension numbers and window of the convolution that computes the gradient.
     """
 
     shape: tuple[int, ...]
@@ -373,7 +373,7 @@ def as_wide_array(value: Value) -> Array:
 def _multiply(term: Term) -> Array:
     """Materialize a term.
 
-    A one-hot factor becomes a scatter-add into zeros. If its rows are an axis of the value, it
+    A one-hot factor becomes a scatter-add into zeros. If the value has an axis for its rows, it
     becomes a one-hot matrix instead.
     """
     dense, hot, kept = term.dense, term.hot, term.kept

@@ -128,7 +128,7 @@ class Accumulation(NamedTuple):
     def has_sum(self, state: AccumulationState) -> bool:
         """Return whether a state contains a sum of gradients.
 
-        With `every=1`, it does if it was saved with another `every`.
+        A state that was saved with another `every` contains one, even if `every` is now 1.
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 

@@ -85,7 +85,7 @@ class _Findings(NamedTuple):
 
     Attributes:
         skips: Skip flags of each guard. Only the first guard that rejects the gradient skips it.
-        observed: Value that the check returned for `Guard.advance`.
+        observed: Second result of each check, which `Guard.advance` receives.
         norm: Norm of the gradient that the first guard received; None without guards.
     """
 
@@ -313,7 +313,7 @@ def _check_window(call: _Call, grads: Tree, extra_args: ExtraArgs) -> list[SkipF
         rejections: Rejections = {}
         if guard.check_window is not None:
             norm, rule_state = guard.norm(grads), state.rule_state
-            # Only micro-batches update the state of an outer guard, so `observed` is not used.
+            # The second result is not needed: micro-batches update the state of an outer guard.
             rejections, _ = guard.check_window(grads, norm, rule_state, call.params, extra_args)
         skips.append(skip_flags(rejections))
     return skips
