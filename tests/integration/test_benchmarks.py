@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 
 QUICK = {
     "steps.times --quick --only PPO:skip_nonfinite": ("skip_nonfinite / optax apply_if_finite",),
-    "steps.gpu --small --parts steps,floor,workarounds --only PPO --out build/gpu": (
+    "steps.gpu --small --parts steps,floor --only PPO --out build/gpu": (
         *("| PPO in a scan: nothing |", "clip |", "clip, guard |", "watch |", "per-example"),
-        *("AdamW alone: 0.2 M", "Workarounds, PPO in a scan"),
+        "AdamW alone: 0.2 M",
     ),
     "faults.closed_loop --small": (
         *("0 decisions without a fault", "| bad batches | 1 / 0 / 0 / 0 |", "| kills | 4 |"),
