@@ -178,7 +178,7 @@ def _with_windows(old: Tree, new: Tree) -> Tree:
 
     def select(old: Tree, new: Tree) -> Tree:
         if isinstance(old, WrapperState):
-            return new if old.accumulation else old
+            return old if old.accumulation is None else new
         if not hasattr(old, "inner_state") or not is_own_state(old):
             return old
         return new._replace(inner_state=_with_windows(old.inner_state, new.inner_state))

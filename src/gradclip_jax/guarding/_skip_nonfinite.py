@@ -116,14 +116,6 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
     """Return a guard that rejects non-finite gradients and, with `check="step"`, steps."""
     check_choice("check", check, ("gradient", "step"))
 
-    def check_gradient(
-        grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
-    ) -> tuple[Rejections, Tree]:
-        rejections, observed = check_micro_batch(grads, norm, state, params, extra_args)
-        if check == "gradient":
-            rejections["nonfinite"] |= ~has_finite_narrow_squares(grads, axis_name)
-        return rejections, observed
-
     def check_micro_batch(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
@@ -136,6 +128,14 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
         if leaves:
             is_accepted &= all_finite(leaves, axis_name)
         return {"nonfinite": ~is_accepted}, ()
+
+    def check_gradient(
+        grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
+    ) -> tuple[Rejections, Tree]:
+        rejections, observed = check_micro_batch(grads, norm, state, params, extra_args)
+        if check == "gradient":
+            rejections["nonfinite"] |= ~has_finite_narrow_squares(grads, axis_name)
+        return rejections, observed
 
     def check_step(updates: Tree, before: Tree, after: Tree, params: Tree) -> Rejections:
         accepted = is_finite_step(updates, before, after, params, trainable, axis_name)

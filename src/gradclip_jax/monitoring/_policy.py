@@ -204,7 +204,7 @@ class Policy:
             if self.is_pending:
                 if not self.last.is_open:
                     self.confirmed_ids = self.last.batch_ids
-                self.last = Report(*(event[name] for name in DECISION))
+                self.last = Report(**{name: event[name] for name in DECISION})
 
     def rewound(self, step: int) -> None:
         """Continue from an earlier step, because the run was rewound or restarted."""
@@ -262,13 +262,13 @@ class Policy:
             return self.last._replace(step=rows.end)
         can_save = num_quiet[-1:].sum() >= QUIET and not self.checkpoints.has_candidate
         return Report(
-            rows.end,
-            "save" if can_save else "continue",
-            no_rewind,
-            self.checkpoints.good_step,
-            self.last.batch_ids,
-            num_rewinds,
-            self.last.num_lowers,
+            step=rows.end,
+            action="save" if can_save else "continue",
+            reason=no_rewind,
+            good_step=self.checkpoints.good_step,
+            batch_ids=self.last.batch_ids,
+            num_rewinds=num_rewinds,
+            num_lowers=self.last.num_lowers,
         )
 
     def replace(self, last: Report, report: Report) -> Report:
@@ -298,14 +298,14 @@ class Policy:
         elif not has_returned:
             self.confirmed_ids = last.batch_ids
         return Report(
-            found.step + 1,
-            action,
-            reason,
-            self.checkpoints.good_step,
-            batch_ids,
-            num_rewinds + 1,
-            last.num_lowers + (action == "lower"),
-            found.is_open,
+            step=found.step + 1,
+            action=action,
+            reason=reason,
+            good_step=self.checkpoints.good_step,
+            batch_ids=batch_ids,
+            num_rewinds=num_rewinds + 1,
+            num_lowers=last.num_lowers + (action == "lower"),
+            is_open=found.is_open,
         )
 
     def _why_no_checkpoint(self) -> str:

@@ -28,7 +28,7 @@ from ..norms._mask import Mask, check_mask, mask_leaves
 from ..wrappers._state import CallOutcome
 from ._taps import SHAPE, STATISTICS, statistics, tap_names
 
-NUM_INTS, TREE = 4, 7
+NUM_INTS, FIRST_NORM = 4, 7
 """Number of integers at the start of a row, and index of the numbers of the tree; see `Row`."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -40,7 +39,7 @@ from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_ar
 from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
-from ._rows import MEASURED, TREE, Outcome, Row, names_of
+from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
 
 
@@ -71,7 +70,7 @@ class WatchState(NamedTuple):
 @jax.jit
 def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
     """Return the measurements of the whole tree in the row that was written last."""
-    bits = _last(rows, step_count)[..., TREE : TREE + 4]
+    bits = _last(rows, step_count)[..., FIRST_NORM : FIRST_NORM + 4]
     return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
 
 
@@ -349,7 +348,11 @@ class WatchUpdate(InPlaceUpdate):
         if step_sums is not None:
             # If the inner transformation did not run, only the parameters are measured.
             has_run = has_flag(outcome_of(inner_state), Outcome.APPLIED)
-            unchanged = functools.partial(sums_of_params, units)
+            dtype = step_sums.dtype
+
+            def unchanged(leaves: list[Array]) -> Array:
+                return sums_of_params(units, leaves).astype(dtype)
+
             leaves = units.leaves_of(new_params)
             step_sums = lax.cond(has_run, lambda _: step_sums, unchanged, leaves)
         new_state = self._record(units, step_sums, state, inner_state, extra_args)
@@ -430,7 +433,8 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     inner_state = like_dtypes(inner_state, inner_state)
     names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
     clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
-    size = TREE + 4 * (1 + len(names.units)) + math.prod(SHAPE) * len(names.taps) + len(clips)
+    num_norms, num_sums = 4 * (1 + len(names.units)), math.prod(SHAPE) * len(names.taps)
+    size = FIRST_NORM + num_norms + num_sums + len(clips)
     values = jnp.zeros((history, size), jnp.int32)
     return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
 

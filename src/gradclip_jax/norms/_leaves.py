@@ -90,7 +90,10 @@ def _raise_invalid(argument: str, tree: Tree, kind: Any) -> None:
 
 
 def is_inexact(leaf: object) -> bool:
-    """Return whether a leaf is floating-point or complex, or a placeholder."""
+    """Return whether a leaf is floating-point or complex, or a placeholder, which is no array.
+
+    `optax.tree.map_params` passes placeholders to `init`; `checked_leaves` rejects them.
+    """
     dtype = dtype_of(leaf)
     return dtype == np.dtype(object) or jnp.issubdtype(dtype, jnp.inexact)
 

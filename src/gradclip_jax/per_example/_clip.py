@@ -13,7 +13,7 @@ from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
 from ..accumulation._split import check_parts
-from ..clipping._formula import Reaction, factor_of
+from ..clipping._formula import Reaction, check_reaction, factor_of
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import check_axis_name, shard_axes, sum_over, varying_axes
 from ._clipped_sum import sums_and_norms
@@ -152,8 +152,7 @@ def value_and_grad(
     hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
     for threshold in thresholds.values():
         check_number("max_norm", threshold, hint)
-    if not callable(reaction):
-        check_choice("reaction", reaction, ("scale", "zero"))
+    check_reaction(reaction)
     check_choice("reduction", reduction, ("mean", "sum"))
     check_choice("nonfinite", nonfinite, ("propagate", "zero"))
     check_parts(num_microbatches, num_real_microbatches)

@@ -149,7 +149,8 @@ def execute(
     if wrappers.accumulation is not None:
         return _accumulate(call, carry, extra_args)
     step, carry = _take_step(call, grads, carry, extra_args)
-    skips, found, has_run = step.skips, step.findings, jnp.asarray(is_accepted_by_all(step.skips))
+    skips, found = step.skips, step.findings
+    has_run = jnp.asarray(is_accepted_by_all(skips))
     after = state._replace(
         guards=_next_guards(wrappers.guards, state.guards, skips, found.observed, has_run),
         inner_state=carry.inner_state,
@@ -181,6 +182,7 @@ def _accumulate(call: _Call, carry: _Carry, extra_args: ExtraArgs) -> Result:
         return result, (total, updated)
 
     takes_step = closes & window.has_positive_weight
+    # With `every=1`, without an outer guard and a weight, `takes_step` is true in every call.
     each_is_a_window = not (
         accumulation.has_sum(window) or wrappers.outer or batch.is_weight_passed
     )
@@ -303,6 +305,7 @@ def _take_step(
     else:
         (updates, measured), carry = run_step(is_accepted, run, carry, likely=True)
     skips = [jnp.asarray(skip, jnp.int32) for skip in skips]
+    updates = updates if carry.params is None else None
     return _StepResult(updates, measured, skips, found), carry
 
 

@@ -106,8 +106,9 @@ def params_of(params: Tree) -> Tree:
 
 def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
     """Return whether there is an extra argument `grad` with the structure of the gradient."""
-    kinds = map(jax.tree.structure, (extra_args.get("grad"), grads))
-    return "grad" in extra_args and len({*kinds}) == 1
+    if "grad" not in extra_args:
+        return False
+    return jax.tree.structure(extra_args["grad"]) == jax.tree.structure(grads)
 
 
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:

@@ -62,8 +62,6 @@ class Wrappers(NamedTuple):
             guards = tuple(_init_guard(guard, params) for guard in self.guards)
             self._check_nesting((*outer, *guards), inner_state)
             return WrapperState(
-                outcome=jnp.zeros((), jnp.int32),
-                grad_norm=jnp.zeros((), jnp.float32) if outer or guards else None,
                 consecutive_skips=jnp.zeros((), jnp.int32),
                 guard_failed=jnp.zeros((), jnp.int32),
                 outer=outer,
@@ -71,6 +69,8 @@ class Wrappers(NamedTuple):
                 guards=guards,
                 # `update` returns no weak types, so weak types here would cause a second trace.
                 inner_state=like_dtypes(inner_state, inner_state),
+                outcome=jnp.zeros((), jnp.int32),
+                grad_norm=jnp.zeros((), jnp.float32) if outer or guards else None,
             )
 
     def check_state(self, state: Any) -> None:
