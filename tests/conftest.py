@@ -7,6 +7,8 @@ time. The graph optimisations of XLA (fusion, buffer assignment, collectives) st
 """
 
 import os
+import re
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,13 +47,17 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=10_000_
 hypothesis.settings.load_profile("fuzz" if os.environ.get("FUZZ") else "suite")
 
 
+_CASES: Counter[str] = Counter()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # A file without a test that is selected is not imported, as that takes up to seconds.
     selected = config.option.markexpr
     if selected in ("slow", "not slow") and collection_path.match("test_*.py"):
         text = collection_path.read_text("utf-8")
-        mark = "mark.slow" if selected == "slow" else "\npytestmark = pytest.mark.slow\n"
-        return True if (mark in text) != (selected == "slow") else None
+        if selected == "slow":
+            return None if re.search(r"mark\.(slow|sampled)|import slow", text) else True
+        return True if "\npytestmark = pytest.mark.slow\n" in text else None
     return None
 
 
@@ -63,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if group.endswith("test_conformance.py") and hasattr(item, "callspec"):
             group += str(item.callspec.params.get("name"))
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # `make test` runs every third case of a sampled test; the others are slow.
+    if item.get_closest_marker("sampled"):
+        index = _CASES[item.nodeid.split("[")[0]]
+        _CASES[item.nodeid.split("[")[0]] += 1
+        if index % 3:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

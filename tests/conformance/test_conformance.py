@@ -35,7 +35,6 @@ from registry import SGD, TRANSFORMATIONS
 import compat
 import gradclip_jax as gcx
 from guard_cases import INT_MAX, sharded
-from marks import every_third
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
 
@@ -141,15 +140,15 @@ SEVEN_SCALES = (0.3, 3.0, 30.0, 0.1, 0.3, 3.0, 0.1)
 
 
 @pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.is_identity_below])
+@pytest.mark.sampled
 def test_small_gradients_are_unchanged_bit_for_bit(name):
     grads = example(scale=1e-6)
     chex.assert_trees_all_equal(next(run(name, [grads]))[0], grads)
 
 
-@pytest.mark.parametrize(
-    "name", every_third([n for n, row in TRANSFORMATIONS.items() if row.recovers])
-)
+@pytest.mark.parametrize("name", [n for n, row in TRANSFORMATIONS.items() if row.recovers])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.sampled
 def test_a_bad_value_does_not_outlive_its_step(name, bad):
     good = example(scale=0.1)
     spoilt = {**good, "b": np.array([good["b"][0], bad, good["b"][2]])}
@@ -364,7 +363,8 @@ def traces_where_closures_are_pytrees(make):
     return traces, updates
 
 
-@pytest.mark.parametrize("name", every_third(TRANSFORMATIONS))
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.sampled
 def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(name):
     def make(rate):
         row, sgd = TRANSFORMATIONS[name], optax.sgd(rate)
@@ -390,5 +390,6 @@ def test_another_learning_rate_is_not_traced_again_where_closures_are_pytrees(na
         lambda x: gcx.accumulate_gradients(SGD, lambda step: x),
     ],
 )
+@pytest.mark.sampled
 def test_another_hyperparameter_is_not_traced_again_where_closures_are_pytrees(make):
     assert traces_where_closures_are_pytrees(make)[0] == 1

@@ -237,6 +237,7 @@ OWNERS = {
 
 @pytest.mark.parametrize("key", OWNERS)
 @pytest.mark.parametrize("name", SAME_SHAPES)
+@pytest.mark.sampled
 def test_convert_state_initializes_a_rule_of_another_kind_with_the_same_shapes(name, key):
     old, new = map(OWNERS[key], SAME_SHAPES[name])
     state = None
@@ -264,6 +265,7 @@ SCALED_CLIPS = {name: optax.chain(tx, scaled) for name, tx in CLIPS.items()} | {
 
 @pytest.mark.filterwarnings("ignore:A clip receives")  # `watch` reads the metrics
 @pytest.mark.parametrize("name", SCALED_CLIPS)
+@pytest.mark.sampled
 def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
     """Its threshold would be that of the scaled gradient, 65,536 times too small."""
     tx = SCALED_CLIPS[name]
@@ -296,6 +298,7 @@ WRAPPERS = {"accumulate": lambda tx: accumulate(tx, 2), "guard": gcx.skip_nonfin
 
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.sampled
 def test_a_wrapper_around_only_clips_warns_that_the_optimizer_runs_outside(wrapper, name):
     with pytest.warns(UserWarning, match="outside"):
         step(optax.chain(WRAPPERS[wrapper](CLIPS[name]), optax.adamw(1e-3)))

@@ -47,6 +47,7 @@ CLIPS = {
     "number", [np.int64(3_000_000_000), 2**40, np.uint64(2**63)], ids=["int64", "int", "uint64"]
 )
 @pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.sampled
 def test_an_integer_above_int32_is_the_same_threshold_as_its_float(name, number):
     wanted = clipped(CLIPS[name](float(number)))
     np.testing.assert_array_equal(clipped(CLIPS[name](number)), wanted)

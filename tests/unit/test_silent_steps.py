@@ -147,6 +147,7 @@ def test_reduction_sum_passes_the_sum_of_the_losses_of_a_window():
     [lambda f: microbatched(f, 4), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
     ids=["microbatched", "per_example"],
 )
+@pytest.mark.sampled
 def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_keyword):
     fun = make(lambda w, x, y: jnp.mean((w * x - y) ** 2))
     x, y = jnp.arange(4.0), jnp.ones(4)
@@ -162,6 +163,7 @@ def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_ke
     [lambda f: microbatched(f, 2), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
     ids=["microbatched", "per_example"],
 )
+@pytest.mark.sampled
 def test_a_raw_key_is_not_taken_for_a_batch_of_its_length(make, impl):
     key = jax.random.PRNGKey(0, impl=impl)
     fun = make(lambda w, x, state: jnp.mean(w * x))
@@ -181,6 +183,7 @@ def test_trainable_names_the_leaves_that_are_not_frozen(name):
 
 # An optimizer behind an accumulator of float32 takes no squares in float8.
 @pytest.mark.parametrize("dtype, every", [("float16", 1), ("float16", 2), ("float8_e4m3fn", 2)])
+@pytest.mark.sampled
 def test_each_leaf_is_checked_by_the_range_of_its_own_dtype(dtype, every):
     params = {"h": jnp.zeros(1, dtype), "q": jnp.zeros(1, ml_dtypes.float8_e4m3fn)}
     grads = {"h": jnp.full(1, 100.0, dtype), "q": jnp.ones(1, ml_dtypes.float8_e4m3fn)}
@@ -229,6 +232,7 @@ def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32(na
 
 
 @pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.sampled
 def test_micro_batches_support_strict_promotion(has_weight):
     def loss(w, x):
         value = jnp.mean(x * w)
@@ -253,6 +257,7 @@ def watched_state():
     + [lambda state: gcx.flush(watch(guarded()), state, PARAMS)],
     ids=["has_updated", "metrics", "reset_accumulation", "last_row", "flush"],
 )
+@pytest.mark.sampled
 def test_readers_outside_jit_move_nothing_to_the_device(read):
     state = watched_state()
     with jax.transfer_guard("disallow"):
@@ -285,6 +290,7 @@ def test_arguments_of_other_optimizers_are_passed_on_without_a_warning(name):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.sampled
 def test_a_window_longer_than_int32_never_closes(length, compiled):
     tx = accumulate(sgd, lambda step: length)
     update, state = jax.jit(tx.update) if compiled else tx.update, tx.init(PARAMS)
@@ -326,6 +332,7 @@ WITHIN = {
 
 
 @pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.sampled
 def test_consecutive_skips_count_skips_of_guards_inside_other_transformations(name):
     guard = spikes(sgd, norm=10.0, max_consecutive_skips=4)
     tx = nonfinite(WITHIN[name](guard), max_consecutive_skips=4)

@@ -138,6 +138,7 @@ def counting():
 
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
 @pytest.mark.parametrize(("skip", "fast"), [(gradient, False), (step, True)])
+@pytest.mark.sampled
 def test_the_optimizer_runs_once_a_step_and_is_traced_once_a_program(nest, skip, fast):
     inner, counts = counting()
     tx, params = nest(skip, inner), {"w": jnp.ones((3, 2))}
@@ -192,6 +193,7 @@ VERDICTS = {
 @pytest.mark.parametrize(
     ("tx", "stream", "param", "steps", "counts"), VERDICTS.values(), ids=VERDICTS
 )
+@pytest.mark.sampled
 def test_one_guard_counts_a_skip(tx, stream, param, steps, counts):
     found, state, rows = calls(tx, stream)
     assert (found, rows, counted(state)) == (param, steps, counts)

@@ -54,6 +54,7 @@ def by_table(gradient_step):
 
 
 @pytest.mark.parametrize(("every", "reduction"), [(3, "sum"), (by_table, "mean")])
+@pytest.mark.sampled
 def test_updates_and_counts_are_those_of_multi_steps(every, reduction):
     params = params_like()
     grads = [gradients(i, params) for i in range(8)]

@@ -43,6 +43,7 @@ ZERO = [(0.5, 1, 1), (1, 1, 1), (2, 1, 0), (2, -1, 0), (2, math.nan, math.nan)]
 @pytest.mark.parametrize(
     ("reaction", "table", "above"), [("scale", SCALE, -0.25), ("zero", ZERO, 0)]
 )
+@pytest.mark.sampled
 def test_factor_table_and_its_slope(reaction, table, above):
     norms, thresholds, factors = np.float32(table).T
     factor = jax.vmap(lambda *row: factor_of(*row, reaction))(norms, thresholds)

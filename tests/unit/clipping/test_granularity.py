@@ -49,6 +49,7 @@ def label_by_path(params):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("labels", [FULL_LABELS, PREFIX, label_by_path])
+@pytest.mark.sampled
 def test_labels_are_a_tree_a_prefix_or_a_function(labels, num_devices, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: num_devices)
     jax.clear_caches()  # on one device, leaves of one type and group are stacked

@@ -103,6 +103,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("granularity", "threshold"), GRID)
+@pytest.mark.sampled
 def test_every_step_of_every_unit_is_that_of_the_formula(granularity, threshold):
     (cut, units_of), (value, thresholds_of) = GRANULARITIES[granularity], THRESHOLDS[threshold]
     grads, params = stream(), drawn(1)

@@ -42,6 +42,7 @@ some_guards = pytest.mark.parametrize(
 
 
 @some_guards
+@pytest.mark.sampled
 def test_a_skip_changes_nothing(guard):
     params, grads = params_and_grads()
     tx = guard(adamw())

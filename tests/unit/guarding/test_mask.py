@@ -25,6 +25,7 @@ TRAINED = {"t": True, "f": False}
     ],
     ids=["spikes", "if", "accumulation"],
 )
+@pytest.mark.sampled
 def test_frozen_leaves_are_not_checked_and_reach_the_inner_transformation_as_zeros(guard):
     clip = gcx.clip_by_global_norm(2.0)  # a NaN or a large norm would come in through it
     tx = guard(optax.chain(clip, optax.sgd(1.0, momentum=0.5)), trainable=TRAINED)
@@ -57,6 +58,7 @@ ONLY_ADAM = {
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ONLY_ADAM)
+@pytest.mark.sampled
 def test_skip_if_checks_some_of_the_trained_leaves_in_one_line_and_the_others_train(name, every):
     predicate, bad = ONLY_ADAM[name]
     params = {"adam": jnp.ones(2), "muon": jnp.ones((2, 2))}

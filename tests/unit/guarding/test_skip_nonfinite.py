@@ -37,6 +37,7 @@ def widened(fun):
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", *LOW])
 @pytest.mark.parametrize("size", [3, pytest.param(2 * BLOCK, marks=pytest.mark.slow)])
+@pytest.mark.sampled
 def test_the_largest_number_of_every_dtype_is_finite_and_a_nan_is_not(dtype, size):
     largest = jnp.full(size, jnp.finfo(dtype).max, dtype)
     assert verdict(optax.scale(1.0), {"a": largest, "b": -largest})
@@ -115,6 +116,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("tx", "grads", "expected"), STEPS.values(), ids=STEPS)
+@pytest.mark.sampled
 def test_update_and_state_of_a_step_are_looked_at(tx, grads, expected):
     grads = jax.tree.map(jnp.float32, grads, is_leaf=lambda x: isinstance(x, list))
     assert verdict(tx, grads, value=1.0) == expected

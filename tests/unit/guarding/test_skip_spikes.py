@@ -68,6 +68,7 @@ def test_a_schedule_counts_all_steps():
 
 
 @each_rule
+@pytest.mark.sampled
 def test_a_rule_skips_no_constant_norm_and_adapts_to_a_lasting_rise(rule):
     noise = np.exp(0.1 * np.random.default_rng(0).standard_normal(500))
     norms = np.stack([np.full(500, 0.7), noise * np.repeat([1.0, 10.0], 250)])

@@ -118,6 +118,7 @@ def test_an_early_outlier_leaves_the_smallest_jump_that_is_reported(at, value):
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 399])
+@pytest.mark.sampled
 def test_incidents_do_not_depend_on_how_rows_are_read(size):
     rows, names = clean_rows(width=0.8, taps=2)
     rows.loss[200:210], rows.loss[330:] = 9, rows.loss[330:] * 2

@@ -106,6 +106,7 @@ CASES = {
 
 @pytest.mark.parametrize("size", [1, 7, 100])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled
 def test_what_rewinds_to_the_good_step_and_which_batches_are_left_out(case, size):
     run, (columns, action, left_out) = Run(saved=[0]), CASES[case]
     while run.step < 100:

@@ -236,6 +236,7 @@ def test_a_mask_leaves_other_leaves_unmeasured_and_unchanged():
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1), ("float16", 0), ("float16", 1e-4)])
+@pytest.mark.sampled
 def test_the_update_norm_is_that_of_what_is_added(dtype, scale):
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(scale * rng.standard_normal(1000), dtype)}
