@@ -82,6 +82,7 @@ def run(name, stream, state=None):
 
 @every
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.sampled
 def test_updates_have_the_types_of_the_input_and_states_those_of_init(name, dtype):
     if dtype not in TRANSFORMATIONS[name].keeps_dtypes:
         pytest.skip("this dtype is that of other tests: registry.py")

@@ -215,6 +215,7 @@ def run(group, seed, num_calls=30):
 
 
 @pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.sampled
 def test_gates_agree_with_the_documentation(name):
     for seed in itertools.count() if FUZZ else [GROUPS[name].seed]:
         assert (difference := run(GROUPS[name], seed)) is None, difference

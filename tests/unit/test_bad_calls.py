@@ -444,6 +444,7 @@ def test_a_bad_value_raises_with_the_function_and_the_argument_or_is_explained(
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.sampled
 def test_a_sample_of_the_same(part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     labels = list(BAD)

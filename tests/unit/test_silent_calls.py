@@ -125,6 +125,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.sampled
 def test_a_likely_mistake_raises_an_error_that_says_what_to_write(name):
     call, wanted = MISTAKES[name]
     with pytest.raises((TypeError, ValueError, IndexError)) as caught:

@@ -117,6 +117,7 @@ def test_the_argument_grad_is_the_gradient_of_the_window_or_raises():
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: accumulate(tx, 1)])
+@pytest.mark.sampled
 def test_the_argument_grad_is_unscaled_like_the_gradient(wrap):
     inner, received = recorder()
     tx = gcx.dynamic_loss_scale(wrap(inner), init_scale=8.0)
@@ -367,6 +368,7 @@ def test_watch_writes_its_row_after_its_counter_saturates():
     np.testing.assert_allclose(found, np.sqrt(3) * np.array([1.0, 2.0]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_draws_new_bits_after_its_counter_saturates():
     tx, params = gcx.round_stochastically(), jnp.ones(256, jnp.bfloat16)
     state = saturated(tx.init(params))

@@ -99,6 +99,7 @@ def assert_measured(stats, oracle, factor=1):
 gradients = jax.jit(jax.value_and_grad(model, argnums=(0, 1)))
 
 
+@pytest.mark.slow
 def test_statistics_in_scan_with_remat_are_those_of_each_layer_and_change_no_gradient(case, oracle):
     params, probes, x = case
     value, (grads, stats) = gradients(params, probes, x)
@@ -213,6 +214,7 @@ def test_micro_batches_have_the_statistics_of_the_batch(case, oracle):
     assert_measured(jax.jit(value_and_grad)(*case)[1], oracle, factor=4)
 
 
+@pytest.mark.slow
 def test_per_example_clips_only_the_parameters(case, oracle):
     params, probes, x = case
     labels = {"params": "params", "probes": "probes"}
@@ -266,6 +268,7 @@ def test_one_step_is_enough_to_place_a_nan_in_a_layer_of_a_scan(watched):
     assert first.batch_id == 1 and str(first).startswith("step 1, batch 1: skipped")
 
 
+@pytest.mark.slow
 def test_rows_have_the_statistics_of_taps_or_none(watched, oracle):
     monitor, (*_, rows, _) = watched
     assert rows.has(Outcome.HAS_TAPS).tolist() == [True, True, True, False]

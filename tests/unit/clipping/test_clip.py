@@ -49,6 +49,7 @@ def test_known_norm_is_used_and_not_computed_again():
     assert hlo.reductions_of(text, SIZE) == 0
 
 
+@pytest.mark.slow
 def test_64_bit_trees_are_clipped_in_64_bits():
     grads = {"a": np.float64([3.0, 4.0]), "b": np.complex128([12.0j]), "c": np.float16([0.0])}
     clip = gcx.clip_by_global_norm(0.1)

@@ -73,6 +73,7 @@ def test_other_files_give_an_error_in_one_line(content, words, tmp_path, capsys)
     assert words in error and error.count("\n") == 1 and "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_nan_inside_a_streak_is_printed(capsys):
     lines = [
         f"loss: {9.0 if 100 <= i < 110 else LOSS[i]} norm: {'nan' if i == 104 else 1}"

@@ -236,6 +236,7 @@ def in_all_formats(rows):
 
 @hypothesis.given(TABLES)
 @hypothesis.settings(deadline=None, max_examples=50)
+@pytest.mark.slow
 def test_numbers_are_the_same_in_all_formats(table):
     expected = [(step, *numbers) for step, numbers in sorted(table.items())]
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from oracle import array, assert_close, gradients, norms, weighted_mean
 
 import gradclip_jax as gcx
@@ -161,6 +162,7 @@ def test_unused_and_frozen_leaves_have_no_gradient_and_masked_ones_stay_as_they_
     assert_close(grads["a"], weighted_mean(written, np.minimum(1, 1 / norms(written))))
 
 
+@pytest.mark.slow
 def test_parameters_without_a_leaf_have_gradients_of_norm_zero():
     params = {"none": None}
     run = gcx.per_example.value_and_grad(lambda p, x: jnp.sum(x), 1.0)

@@ -235,6 +235,7 @@ def convolution(kernel, image, **options):
         pytest.param({"feature_group_count": 2}, id="groups", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_kernel_gradient_is_measured_by_the_gram_matrix_of_pixels(options):
     def loss(kernel, example):
         image, grads = example
@@ -259,6 +260,7 @@ def test_kernel_gradient_is_measured_by_the_gram_matrix_of_pixels(options):
     assert np.isnan(stats.norm[0]) and size_of(found - whole) <= 0.5 * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_convolutions_of_small_images_keep_no_patches():
     kernels, images = [jnp.ones((3, 3, 256, 256))] * 3, jnp.ones((512, 1, 4, 4, 256))
 
