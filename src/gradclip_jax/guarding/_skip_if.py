@@ -97,8 +97,8 @@ def skip_if(
         predicate: Function `(grads, params, **extra_args) -> bool[]`, or a `SkipRule` if the
             condition depends on earlier steps. `extra_args` are the extra arguments of `update`.
             Around an accumulation, `weight` is passed for a micro-batch but not for a window, so
-            give it a default. The result must be the same on all devices; inside `shard_map`, a result that varies
-            over devices raises.
+            give it a default. The result must be the same on all devices; inside `shard_map`, a
+            result that varies over devices raises.
         max_consecutive_skips: See `skip_nonfinite`.
         axis_name: See `skip_nonfinite`; used for the metric `grad_norm`.
         trainable: See `skip_nonfinite`.
