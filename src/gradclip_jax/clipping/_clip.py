@@ -232,14 +232,18 @@ def _metrics(
     bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
     all_mesh_axes = frozenset[str]().union(*mesh_axes)
+    columns = list(zip(factors.arrays, mesh_axes, strict=True))
     if all_mesh_axes:
         # The minimum is a negated maximum. `max_over` turns NaN into infinity, so -inf means NaN.
         lowest = -max_over(-jnp.stack([bound, factor]), all_mesh_axes)
         bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-        num_clipped = sum_over(_num_clipped_here(factors, mesh_axes), all_mesh_axes)
+        # Each device counts its norms, divided by the number of their replicas.
+        counts = [
+            jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns
+        ]
+        num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
     else:
         num_clipped = factors.count(_is_clipped)
-    columns = zip(factors.arrays, mesh_axes, strict=True)
     size = sum(x.size * num_devices(axes) for x, axes in columns)
     fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
     metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
@@ -248,16 +252,6 @@ def _metrics(
         reported = factors.map(_nan_unless, is_finite)
         metrics = norms.by_label(), bounds.by_label(), reported.by_label(), fraction
     return optax.tree.cast(metrics, jnp.float32)
-
-
-def _num_clipped_here(factors: PerGroup, mesh_axes: Sequence[frozenset[str]]) -> Scalar:
-    """Return the number of clipped norms on this device, each divided by its number of replicas."""
-    everywhere = frozenset[str]().union(*mesh_axes)
-    counts = [
-        jnp.sum(_is_clipped(x)) / num_devices(everywhere - axes)
-        for x, axes in zip(factors.arrays, mesh_axes, strict=True)
-    ]
-    return jnp.sum(jnp.stack(counts))
 
 
 def _is_clipped(factor: Array) -> Array:

@@ -32,7 +32,7 @@ from ..norms._granularity import Granularity, as_granularity
 from ..norms._groups import NormGroups
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
-from ..norms._mesh import axis_index, check_axis_name, replicated, reshard_like
+from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
 from ..norms._reduce import reduce_axes, squares, table_of_sums
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
@@ -516,7 +516,7 @@ def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Sc
     norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
     their norms are identical bit for bit.
     """
-    for name in (axis_name,) if isinstance(axis_name, str) else axis_name or ():
+    for name in axis_names(axis_name):
         axis_index(name, "replica_axis")  # raises if the axis is not mapped
 
     def compare(norms: Array) -> tuple[Scalar, Scalar]:

@@ -32,11 +32,15 @@ def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
     if axis_name == ():
         return frozenset()
     axes = varying_axes(x)
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
-    for name in names:
+    for name in axis_names(axis_name):
         if name not in varying_axes(axis_index(name)):
             axes |= {name}
     return axes
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Return the argument `axis_name` as a tuple of names."""
+    return (axis_name,) if isinstance(axis_name, str) else axis_name or ()
 
 
 def axis_index(name: str, argument: str = "axis_name") -> Array:
