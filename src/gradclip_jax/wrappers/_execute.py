@@ -48,9 +48,9 @@ class Result(NamedTuple):
 
 
 class _PlacedGuard(NamedTuple):
-    """A guard, its state before the call, and its index in `Skips.flags`."""
+    """A guard, its place in `Skips.flags`, and its state before the call."""
 
-    index: int
+    place: int
     guard: Guard
     state: GuardState
 
@@ -215,10 +215,12 @@ def _accumulate(call: _Call, params: Tree, carry: _Carry, extra_args: ExtraArgs)
     # With `flush`, a guard may skip both the micro-batch and the window, but it counts one skip.
     skips = checked.skips.merged(step.skips)
     norm, is_new = (checked.norm, batch.counts) if wrappers.outer else (step.norm, takes_step)
+    if norm is not None and state.grad_norm is not None:
+        norm = jnp.where(is_new, norm, state.grad_norm)
     after = state._replace(
         accumulation=accumulation.finish(window.with_total(total), closes, has_run),
         inner_state=carry.inner_state,
-        grad_norm=None if norm is None else jnp.where(is_new, norm, state.grad_norm),
+        grad_norm=norm,
     )
     observed = checked.observed + step.observed
     flags = flag_where(CallOutcome.ACCUMULATED, is_accumulated)
@@ -323,7 +325,7 @@ def _recorded(
     after: WrapperState,
     skips: Skips,
     observed: Sequence[Tree],
-    is_used: Scalar,
+    is_used: Scalar | bool,
     has_run: Scalar,
     flags: Array | int = 0,
 ) -> WrapperState:
@@ -333,9 +335,13 @@ def _recorded(
     transformation ran. `flags` contains other flags of the outcome.
     """
 
-    def states(guards: Sequence[_PlacedGuard], is_used: Scalar) -> tuple[GuardState, ...]:
-        rows = [(guard, old, skips.flags[i], observed[i]) for i, guard, old in guards]
-        return tuple([guard.next_state(*row, is_used) for guard, *row in rows])
+    def states(guards: Sequence[_PlacedGuard], is_used: Scalar | bool) -> tuple[GuardState, ...]:
+        return tuple(
+            [
+                guard.next_state(old, skips.flags[i], observed[i], is_used)
+                for i, guard, old in guards
+            ]
+        )
 
     outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags | skips.union
     is_failure = has_flag(outcome, CallOutcome.SKIPPED | CallOutcome.EMPTY_WINDOW)
@@ -344,7 +350,7 @@ def _recorded(
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
     has_failed = call.state.guard_failed > 0
     for i, guard, old in call.outer + call.inner:
-        has_failed |= guard.has_failed(old.rule_state, skips.flags[i] != 0)
+        has_failed |= guard.has_failed(old.rule_state, jnp.asarray(skips.flags[i] != 0))
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return after._replace(

@@ -94,7 +94,7 @@ class Guard(NamedTuple):
         return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
 
     def next_state(
-        self, state: GuardState, flags: Array, observed: Tree, is_used: Scalar
+        self, state: GuardState, flags: Array | int, observed: Tree, is_used: Scalar | bool
     ) -> GuardState:
         """Count a skip by its cause, and update the guard's own state.
 
@@ -105,7 +105,7 @@ class Guard(NamedTuple):
             cause: increment_where(count, has_flag(flags, CallOutcome.of_cause(cause)))
             for cause, count in state.skipped.items()
         }
-        is_skipped = flags != 0
+        is_skipped = jnp.asarray(flags != 0)
         with named(self.name):
             advanced = self.advance(state.rule_state, observed, is_skipped)
         rule_state = optax.tree.where(is_skipped | is_used, advanced, state.rule_state)
