@@ -5,7 +5,7 @@ transformations, and the state of a transformation inside a guard is in the fiel
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
@@ -38,8 +38,9 @@ def is_clip_before_scale(state: Tree) -> bool:
 def _order(clip: Path, scale: Path) -> Literal["before", "after", "unrelated"]:
     """Return whether a clip receives a gradient before or after a loss scale divides it."""
     i = next(i for i, keys in enumerate(zip(clip, scale, strict=False)) if keys[0] != keys[1])
-    ours, theirs = clip[i], scale[i]
-    if isinstance(ours, SequenceKey) and isinstance(theirs, SequenceKey):  # a chain
+    ours: Any = clip[i]
+    theirs: Any = scale[i]
+    if isinstance(ours, SequenceKey):  # a chain
         return "before" if ours.idx < theirs.idx else "after"
     if isinstance(ours, DictKey):
         # The state of a named chain is a dictionary, too, but does not keep the order.
