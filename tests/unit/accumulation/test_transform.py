@@ -246,8 +246,8 @@ def test_stats_count_micro_batches_updates_and_parameters():
     _, states = run(tx, params, [params] * 7)
     assert emissions(states) == [False, False, True] * 2 + [False]
     stats = gcx.diagnostics.accumulation_stats(states[-1])
-    # Micro-batches, updates, the length of a window, parameters, elements, and the length again.
-    assert stats == gcx.diagnostics.AccumulationStats(7, 2, 3, 2, 7, 3)
+    # Micro-batches, updates, the length of a window, parameters and elements.
+    assert stats == gcx.diagnostics.AccumulationStats(7, 2, 3, 2, 7)
     assert all(isinstance(x, int) for x in stats)
     traced = jax.jit(gcx.diagnostics.accumulation_stats)(states[-1])
     assert tuple(int(x) for x in traced) == tuple(stats)
