@@ -245,8 +245,13 @@ def _metrics(
     else:
         num_clipped = factors.count(_is_clipped)
     size = sum(x.size * num_devices(axes) for x, axes in columns)
+    factor = _nan_unless(factor, is_finite)
     fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
-    metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
+    if factors.is_scalar and not all_mesh_axes:
+        # XLA on GPU then computes norm, factor and fraction in one kernel (JAX 0.10.2).
+        factor = _nan_unless(factors.arrays[0], is_finite)
+        fraction = _is_clipped(factor)
+    metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
         reported = factors.map(_nan_unless, is_finite)
