@@ -281,14 +281,6 @@ def test_an_error_of_the_inner_update_is_raised_once_without_a_warning():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["values", "losses", "weights"])
-def test_arguments_of_other_optimizers_are_passed_on_without_a_warning(name):
-    inner, received = recorder()
-    run(nonfinite(optax.chain(inner, sgd)), [(ONES, {name: jnp.ones(3)})])
-    assert name in received[-1]
-
-
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.sampled
@@ -382,12 +374,6 @@ def test_a_concrete_weight_of_nan_is_skipped_by_a_guard(weight):
     params, state = run(nonfinite(accumulate(sgd, 2)), [(ONES, {"weight": weight})], jit=False)
     assert int(gcx.metrics(state)["skipped_nonfinite"]) == 1
     np.testing.assert_array_equal(params["w"], 0)
-
-
-def test_watch_passes_on_a_weight_that_is_not_that_of_a_micro_batch():
-    inner, received = recorder()
-    run(watch(inner), [(ONES, {"weight": jnp.ones(3)})])
-    assert received[-1]["weight"].shape == (3,)
 
 
 @pytest.mark.slow

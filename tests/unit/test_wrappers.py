@@ -210,9 +210,6 @@ def test_a_guard_that_does_not_reject_a_skipped_step_is_as_it_was():
     assert (after.grad_norm, after.consecutive_skips) == (99, 1)
 
 
-# --- has_updated -----------------------------------------------------------------------------
-
-
 # --- names, leaves, extra arguments ---------------------------------------------------------
 
 

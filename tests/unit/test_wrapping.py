@@ -47,14 +47,6 @@ def test_a_guard_that_does_not_see_the_windows_inside_it_raises(guard):
     guard(acc(gcx.watch(SGD), 4)).init(jnp.ones(2))
 
 
-@pytest.mark.parametrize("guard", [skip, acc])
-@pytest.mark.parametrize("shape", [(1, 2), (1,), (3,)])
-def test_a_gradient_of_another_shape_raises(guard, shape):
-    tx, params = guard(SGD, every=2) if guard is acc else guard(SGD), jnp.ones(2)
-    with pytest.raises(TypeError, match="`updates` must"):
-        jax.jit(tx.update)(jnp.ones(shape), tx.init(params), params)
-
-
 def test_errors_name_the_guard_or_accumulation_that_raises():
     params = jnp.ones(2)
     for tx, extra_args, name in [
@@ -73,13 +65,6 @@ def test_errors_name_the_guard_or_accumulation_that_raises():
 
 
 # --- extra arguments ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["measure", "weights", "taps", "batch_id"])
-def test_other_extra_arguments_reach_the_inner_transformation(name):
-    for tx in (skip(reader(name)), acc(reader(name), 1), skip(acc(skip(reader(name)), 1))):
-        _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), **{name: 2.0})
-        assert state.inner_state == 2.0
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("value", "bfloat16"), ("loss", "int32")])

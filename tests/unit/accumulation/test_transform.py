@@ -317,6 +317,3 @@ def test_a_parameter_without_gradient_stays_as_it_is(every):
         after, state = jax.jit(lambda p, s: gcx.apply_gradients(tx, grads, s, p))(after, state)
     np.testing.assert_array_equal(after["w"], 0.5)
     np.testing.assert_array_equal(after["n"], params["n"])
-
-
-# --- errors; tests/unit/test_bad_calls.py has the others ------------------------------------
