@@ -64,6 +64,7 @@ MISTAKES = {
     "limit by position": (lambda: gcx.skip_nonfinite(sgd, 5), "max_consecutive_skips="),
     "norm by position": (lambda: gcx.skip_spikes(sgd, 10.0), "norm="),
     "every_k_schedule": (lambda: accumulate(sgd, every_k_schedule=2), "`every`|every="),
+    "mask": (lambda: gcx.skip_nonfinite(sgd, mask={"w": True, "b": False}), "`trainable`|trainable="),
     "norm_type": (lambda: gcx.clip_grad_norm(PARAMS, 1.0, norm_type=2), "`ord`|ord="),
     "clipnorm": (lambda: gcx.clip_by_global_norm(clipnorm=1.0), "max_norm"),
     "state without loss": (lambda: step(gcx.skip_spikes(sgd, norm=1.0, loss=1.0), gcx.skip_spikes(sgd, norm=1.0).init(PARAMS), value=1.0), "`state`.*convert_state"),
