@@ -64,7 +64,7 @@ GROUPS = {
     "norm of this call": Group("plain nested window", "nan spike", checks="grad_norm", seed=7),  # a scale outside
     "masks": Group("plain nested window inside both", "nan frozen spike", options="mask"),
     "mean loss of a window": Group("inside both", "loss_spike loss_nan", "value weight", "nonfinite both loss", seed=1),
-    "infinite measurements": Group("plain nested", "nan loss_large", "value", "step", options="watch", seed=2),
+    "infinite measurements": Group("plain nested", "nan huge loss_large", "value", "step", options="watch", seed=2),
 }
 # fmt: on
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,21 +117,6 @@ def test_traps_warn_at_the_line_of_the_user():
 # --- flush ------------------------------------------------------------------------------------------
 
 
-def test_flush_changes_no_state_outside_the_accumulation():
-    clip = gcx.clip_by_global_norm(lambda count: 10.0 + count)
-    guarded = gcx.skip_spikes(acc(SGD, 4), norm=9.0)
-    guarded = gcx.dynamic_loss_scale(guarded, init_scale=1.0, growth_interval=2)
-    tx = optax.chain(clip, guarded, optax.scale_by_schedule(lambda c: 1.0))
-    params = jnp.zeros(1)
-    _, state = tx.update(jnp.ones(1), tx.init(params), params)
-    updates, after = jax.jit(lambda s: gcx.flush(tx, s, params))(state)
-    assert updates.tolist() == [-1.0] and bool(gcx.has_updated(after))
-    chex.assert_trees_all_equal((after[0], after[2]), (state[0], state[2]))
-    scale = after[1].outer[0].rule_state
-    assert (scale.loss_scale, scale.good_steps, after[1].grad_norm) == (1.0, 1, 1.0)
-    chex.assert_trees_all_equal(after[1].outer, state[1].outer)
-
-
 @pytest.mark.parametrize("guard", [skip, gcx.dynamic_loss_scale])
 def test_an_outer_guard_counts_a_window_that_it_rejects_in_a_flush(guard):
     tx = guard(acc(SGD, 4, reduction="sum"), **({"init_scale": 1.0} if guard is not skip else {}))
@@ -176,15 +160,6 @@ def test_a_micro_batch_of_weight_0_is_not_checked(guard):
 def test_without_an_accumulation_a_gradient_of_weight_0_is_checked():
     with pytest.warns(UserWarning, match="No accumulation"):
         assert calls(skip(SGD), [(np.nan, PADDING)])[2] == [0]
-
-
-def test_a_spike_of_a_skipped_micro_batch_is_counted_once():
-    tx = gcx.skip_spikes(acc(gcx.skip_spikes(SGD, loss=4.0), 4), loss=4.0)
-    loss = {"value": 3.0}
-    param, state, rows = calls(tx, [(1.0, loss), (np.nan, {"value": 9.0, "flush": True})])
-    assert (param, rows) == (-1.0, [0, 1])
-    assert state.outer[0].skipped == {"nonfinite": 1, "large_norm": 0, "large_loss": 0}
-    assert not any(state.guards[0].skipped.values())
 
 
 def test_has_updated_knows_the_states_of_optax():

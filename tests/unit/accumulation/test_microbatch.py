@@ -72,15 +72,6 @@ def test_value_and_gradient_are_those_of_the_whole_batch(parts):
     agree(jax.jit(both)(PARAMS, DATA), (whole(PARAMS, DATA), whole_of_tokens(PARAMS, DATA)))
 
 
-def test_arguments_are_chosen_as_by_jax_and_batches_are_any_pytrees():
-    def fun(params, x, scale, rest):
-        return loss(params, {"x": x * scale, "y": rest[0]["y"]})
-
-    args = PARAMS, X, 2.0, [{"y": Y}, None]
-    take = microbatched(fun, 4, argnums=(2, -4), batch_argnums=(1, -1))
-    agree(jax.jit(take)(*args), jax.jit(jax.value_and_grad(fun, (2, -4)))(*args))
-
-
 def test_sums_of_complex_and_64_bit_parameters_lose_nothing():
     def fun(params, x):
         return sum(jnp.mean(jnp.abs(x @ w) ** 2) for w in params.values())
