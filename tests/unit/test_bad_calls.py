@@ -286,10 +286,16 @@ TRANSFORMATIONS = {
 
 
 def update_of(tx, has_extra_args):
+    def update_with_extra_args(updates, state, params, value, loss, weight, flush):
+        def update(updates):
+            extra_args = {"value": value, "loss": loss, "weight": weight, "flush": flush}
+            return tx.update(updates, state, params, **extra_args)
+
+        # A call outside of `jit` takes a second for `watch`.
+        return jax.eval_shape(update, updates) if updates is GRADS else update(updates)
+
     if has_extra_args:
-        return lambda updates, state, params, value, loss, weight, flush: tx.update(
-            updates, state, params, value=value, loss=loss, weight=weight, flush=flush
-        )
+        return update_with_extra_args
     return lambda updates, state, params: tx.update(updates, state, params)
 
 
