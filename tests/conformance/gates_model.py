@@ -144,7 +144,8 @@ class Accumulation:
         self.mini_step += 1
         self.sum = self.sum or zeros(grads)
         if weight != 0:  # a micro-batch of weight 0 may be NaN
-            self.sum = {k: s + weight * grads[k] for k, s in self.sum.items()}
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.sum = {k: s + weight * grads[k] for k, s in self.sum.items()}
             self.weight += weight
             self.value = None if value is None else self.value + weight * value
 

@@ -60,7 +60,7 @@ GROUPS = {
     "micro-batches of weight zero": Group("window", "nan padding", "weight flush"),
     "windows without weight": Group("window", "empty", "weight", "nonfinite step norm", "guard_failed", rate=0.9),
     "the function flush": Group("window both chain partition", "nan", options="flush"),
-    "the function flush and consecutive skips": Group("window both", "nan", checks="consecutive_skips guard_failed", options="flush", rate=0.8),
+    "the function flush and consecutive skips": Group("window both", "nan large", checks="consecutive_skips guard_failed", options="flush sum", rate=0.8),
     "norm of this call": Group("plain nested window", "nan spike", checks="grad_norm", seed=7),  # a scale outside
     "masks": Group("plain nested window inside both", "nan frozen spike", options="mask"),
     "mean loss of a window": Group("inside both", "loss_spike loss_nan", "value weight", "nonfinite both loss", seed=1),

@@ -47,10 +47,6 @@ PAIRS = {
     ),
     "window": (multi_steps(CLIPPED, EVERY), accumulate(CLIPPED, EVERY)),
     "guard": (optax.apply_if_finite(CLIPPED, 9), gcx.skip_nonfinite(CLIPPED)),
-    "guard in a window": (
-        multi_steps(optax.apply_if_finite(CLIPPED, 9), EVERY),
-        accumulate(gcx.skip_nonfinite(CLIPPED), EVERY),
-    ),
     "guard around a window": (
         multi_steps(CLIPPED, EVERY, should_skip_update_fn=optax.skip_not_finite),
         gcx.skip_nonfinite(accumulate(CLIPPED, EVERY)),

@@ -24,35 +24,6 @@ def clipped(tx, grads=GRADS, params=None):
     return tx.update(grads, tx.init(grads), grads if params is None else params)[0]
 
 
-CLIPS = {
-    "clip_by_global_norm": gcx.clip_by_global_norm,
-    "clip_by_leaf_norm": gcx.clip_by_leaf_norm,
-    "clip_by_group_norm": lambda x: gcx.clip_by_group_norm({"a": x}, "a"),
-    "clip_by_block_rms": gcx.clip_by_block_rms,
-    "clip_by_value": gcx.clip_by_value,
-    "adagc": lambda x: gcx.adagc(absolute=x),
-    "schedule": lambda x: gcx.clip_by_global_norm(lambda step: x),
-    "ema": lambda x: gcx.clip_by_global_norm(rules.ema(warmup_max=x)),
-    "capped": lambda x: gcx.clip_by_global_norm(rules.capped(rules.quantile(initial=9.0), x)),
-    "skip_spikes": lambda x: gcx.skip_spikes(optax.identity(), norm=x),
-    "clip_grad_norm": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_norm(g, x)[0]),
-    "clip_grad_value": lambda x: optax.stateless(lambda g, p: gcx.clip_grad_value(g, x)),
-    "stable_adamw": lambda x: gcx.stable_adamw(1e-3, clipping=x),
-    "learning rate": lambda x: gcx.stable_adamw(lambda step: x),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The transformation inside")
-@pytest.mark.parametrize(
-    "number", [np.int64(3_000_000_000), 2**40, np.uint64(2**63)], ids=["int64", "int", "uint64"]
-)
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.sampled
-def test_an_integer_above_int32_is_the_same_threshold_as_its_float(name, number):
-    wanted = clipped(CLIPS[name](float(number)))
-    np.testing.assert_array_equal(clipped(CLIPS[name](number)), wanted)
-
-
 def test_traced_bounds_of_clip_by_value_below_0_give_zeros_or_values_within_the_bounds():
     grads = jnp.array([-3.0, 0.0, 3.0])
     found = jax.jit(lambda a, b: clipped(gcx.clip_by_value(a, min_value=b), grads))(-1.0, -2.0)

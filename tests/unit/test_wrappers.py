@@ -90,16 +90,9 @@ def test_every_wrapper_is_differentiable_and_leaks_no_tracer(name, how):
     with jax.checking_leaks() if how == "jit" else contextlib.nullcontext():
         push = jax.jvp(total, (w,), (jnp.ones_like(w),))[1]
     np.testing.assert_allclose(push, slope.sum(), rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["accumulation", "guard of steps"])
-def test_second_derivatives_are_those_of_the_step_taken(name):
-    w = jnp.array([0.5, -1.5])
-    hessian = jax.jit(jax.hessian(partial(two_steps, "jit", WRAPPERS[name])))(w)
-    np.testing.assert_allclose(
-        hessian, jax.hessian(partial(expected_total, name))(w), rtol=1e-5, atol=1e-6
-    )
+    if how == "jit" and "clip" not in name:
+        hessian = jax.jit(jax.hessian(total))(w)
+        np.testing.assert_allclose(hessian, jax.hessian(expected)(w), rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_that_is_not_taken_has_no_derivative():

@@ -13,8 +13,8 @@ from guard_cases import SHARDS, WHOLE, calls, sharded
 
 SGD = optax.sgd(1.0)
 acc, skip = gcx.accumulate_gradients, gcx.skip_nonfinite
-step = functools.partial(skip, check="step")
 spikes = functools.partial(gcx.skip_spikes, norm=10.0)
+step = functools.partial(skip, check="step")
 skip_if = functools.partial(gcx.skip_if, predicate=lambda *args, **kwargs: False)
 FLUSH, PADDING = {"flush": True}, {"weight": 0.0}
 
@@ -117,18 +117,6 @@ def test_traps_warn_at_the_line_of_the_user():
 # --- flush ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guard", [skip, gcx.dynamic_loss_scale])
-def test_an_outer_guard_counts_a_window_that_it_rejects_in_a_flush(guard):
-    tx = guard(acc(SGD, 4, reduction="sum"), **({"init_scale": 1.0} if guard is not skip else {}))
-    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
-    for _ in range(2):
-        _, state = tx.update(jnp.array([1.3e19]), state, params)
-    updates, state = gcx.flush(tx, state, params)
-    found = gcx.metrics(state)
-    assert not updates.any() and (found["skipped_nonfinite"], found["consecutive_skips"]) == (1, 1)
-    assert found["mini_step"] == found["gradient_step"] == 0
-
-
 def test_stats_of_a_state_with_two_accumulations_raise():
     tx = optax.partition({"a": acc(SGD, 2), "b": acc(SGD, 3)}, {"a": "a", "b": "b"})
     params = {"a": jnp.ones(1), "b": jnp.ones(1)}
@@ -140,21 +128,10 @@ def test_stats_of_a_state_with_two_accumulations_raise():
 # --- counts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [skip, step, spikes, gcx.dynamic_loss_scale],
-)
-def test_a_micro_batch_of_weight_0_is_not_checked(guard):
-    options = {"init_scale": 1.0} if guard is gcx.dynamic_loss_scale else {}
-    tx = guard(acc(SGD, 3), **options)
-    for bad in (np.nan, np.inf, 1e20, 50.0):
-        stream = [(1.0, {"weight": 1.0}), (bad, PADDING), (3.0, {"weight": 1.0})]
-        param, state, rows = calls(tx, stream)
-        assert (param, rows) == (-2.0, [0, 0, 1])
-        assert gcx.metrics(state)["skipped_nonfinite"] == state.consecutive_skips == 0
-        assert state.grad_norm == 3.0
-        _, state, _ = calls(tx, stream[:2])
-        assert state.grad_norm == 1.0 and gcx.metrics(state)["mini_step"] == 2
+def test_a_micro_batch_of_weight_0_is_not_checked_and_has_no_norm():
+    _, state, _ = calls(skip(acc(SGD, 3)), [(1.0, {"weight": 1.0}), (np.nan, PADDING)])
+    found = gcx.metrics(state)
+    assert (found["skipped_nonfinite"], found["mini_step"], found["grad_norm"]) == (0, 2, 1.0)
 
 
 def test_without_an_accumulation_a_gradient_of_weight_0_is_checked():

@@ -257,10 +257,11 @@ def test_a_batch_without_weight_gives_zero_even_if_it_is_nan():
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
-def test_a_sum_weighs_gradients_by_their_weights():
-    (_, total), mean = whole_of_tokens(PARAMS, DATA)
-    _, grads = jax.jit(in_parts(reduction="sum"))(PARAMS, DATA)
-    chex.assert_trees_all_close(grads, jax.tree.map(lambda g: g * total, mean), rtol=1e-4)
+def test_a_sum_weighs_values_and_gradients_by_their_weights():
+    (value, total), mean = whole_of_tokens(PARAMS, DATA)
+    (found, _), grads = jax.jit(in_parts(reduction="sum"))(PARAMS, DATA)
+    wanted = jax.tree.map(lambda x: x * total, (value, mean))
+    chex.assert_trees_all_close((found, grads), wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])

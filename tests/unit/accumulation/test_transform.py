@@ -211,20 +211,6 @@ def test_flush_emits_the_open_window_by_its_weights():
     chex.assert_trees_all_equal_shapes_and_dtypes(state, states[-1])
 
 
-@pytest.mark.parametrize("seen", [[1, 1], [np.nan, np.nan]])
-def test_flush_of_an_empty_window_changes_nothing_in_it_and_around_it(seen):
-    params = params_like()
-    # The window grows after the first emission: that is not to be seen before it opens.
-    window = gcx.accumulate_gradients(optax.adam(0.1), lambda step: 2 + step)
-    tx = optax.chain(optax.trace(0.9), gcx.skip_nonfinite(window))
-    grads = [filled(params, grad) for grad in seen]
-    before = run(tx, params, grads)[1][-1]
-    updates, flushed = jax.jit(gcx.flush, static_argnums=0)(tx, before, params)
-    assert is_zero(updates) and not gcx.has_updated(flushed)
-    expected = before[0], before[1]._replace(outcome=flushed[1].outcome)
-    jax.tree.map(np.testing.assert_array_equal, flushed, expected)
-
-
 @pytest.mark.slow
 def test_reset_and_flush_reach_through_wrappers():
     params = params_like()

@@ -23,7 +23,7 @@ def column(*values):
 
 
 def test_number_of_any_type_is_a_threshold_for_every_unit():
-    numbers = 2, np.float64(2), jnp.bfloat16(2), np.uint8(2), 10**20
+    numbers = 2, np.float64(2), jnp.bfloat16(2), np.uint8(2), np.int64(3_000_000_000), 10**20
 
     @jax.jit
     def results(grads):
