@@ -406,3 +406,20 @@ def test_apply_gradients_of_nested_wrappers_equals_update_and_apply_updates(oute
     calls = [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in (1, np.nan, 3, 4, 5)]
     found, expected = (run(tx, calls, fast=fast, jit=True) for fast in (True, False))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        spikes(accumulate(sgd, 2), norm=gcx.thresholds.mean_std(), loss=4.0),
+        watch(nonfinite(accumulate(gcx.autoclip(), 2))),
+        optax.chain(gcx.zclip(), gcx.adagc(), sgd),
+    ],
+    ids=["spikes", "watch", "clips"],
+)
+def test_debug_nans_does_not_stop_a_finite_run(tx):
+    with jax.debug_nans(True):
+        scales = 1.0, 2.0, 0.0
+        run(
+            tx, [(optax.tree.scale(x, ONES), {"value": jnp.float32(1.0)}) for x in scales], jit=True
+        )

@@ -46,6 +46,16 @@ def test_a_guard_that_does_not_see_the_windows_inside_it_raises(guard):
     guard(acc(gcx.watch(SGD), 4)).init(jnp.ones(2))
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (1,), (3,)])
+@pytest.mark.parametrize("wrap", [skip, step, spikes, gcx.dynamic_loss_scale, acc])
+@pytest.mark.sampled
+def test_gradients_of_another_shape_than_their_parameters_raise(wrap, shape):
+    tx, params = wrap(SGD, every=2) if wrap is acc else wrap(SGD), jnp.zeros(2)
+    for call in (tx.update, functools.partial(gcx.apply_gradients, tx)):
+        with pytest.raises(TypeError, match="`(updates|grads)` must.*shape"):
+            jax.jit(call)(jnp.ones(shape), tx.init(params), params)
+
+
 def test_errors_name_the_guard_or_accumulation_that_raises():
     params = jnp.ones(2)
     for tx, extra_args, name in [

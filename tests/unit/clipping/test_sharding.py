@@ -185,3 +185,18 @@ def test_axis_name_is_harmless_where_types_speak():
     specs = SPECS["fsdp"]
     fun = mapped(lambda g: gcx.global_norm(g, axis_name="data"), (specs,), P())
     assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 8
+
+
+def test_an_empty_axis_name_means_the_norm_of_this_device():
+    def clipped(g):
+        return (
+            gcx.clip_by_global_norm(1.0, axis_name=()).update(g, None)[0],
+            gcx.clip_by_leaf_norm(1.0, axis_name=()).update(g, None)[0],
+            gcx.clip_grad_norm(g, 1.0, axis_name=())[0],
+            g / jnp.maximum(1.0, gcx.global_norm(g, axis_name=())),
+        )
+
+    spec, rows = P(("data", "model")), trees.normal((8, 5))
+    exact = rows / np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True))
+    for found in mapped(clipped, (spec,), spec)(rows):
+        np.testing.assert_allclose(found, exact, rtol=1e-6)

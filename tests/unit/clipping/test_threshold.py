@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import compat
 import gradclip_jax as gcx
@@ -60,3 +61,20 @@ def test_a_norm_that_fits_no_float32_counts_as_the_largest_that_does():
         grads = jnp.asarray(np.array([1e60]))
         updates, _ = jax.jit(gcx.clip_by_global_norm(half).update)(grads, None)
         np.testing.assert_allclose(updates, [np.finfo(np.float32).max / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "make",
+    [
+        gcx.clip_by_leaf_norm,
+        lambda rule: gcx.clip_by_group_norm({"a": rule, "b": rule}, {"a": "a", "b": "b"}),
+        by_row,
+    ],
+    ids=["leaf", "group", "axis"],
+)
+def test_a_step_that_is_discarded_does_not_change_the_rules_of_other_leaves(make, bad):
+    clip = make(gcx.thresholds.ema(2.0, decay=0.5, warmup_steps=1, warmup_max=jnp.inf))
+    grads = {"a": np.float32([[1], [2], [100]]), "b": np.float32([[1], [bad], [1]])}
+    updates, *_ = train(clip, grads)
+    np.testing.assert_allclose(updates["a"][-1], 2.0, rtol=1e-6)
