@@ -294,3 +294,13 @@ WRAPPERS = {"accumulate": lambda tx: accumulate(tx, 2), "guard": gcx.skip_nonfin
 def test_a_wrapper_around_only_clips_warns_that_the_optimizer_runs_outside(wrapper, name):
     with pytest.warns(UserWarning, match="outside"):
         step(optax.chain(WRAPPERS[wrapper](CLIPS[name]), optax.adamw(1e-3)))
+
+
+FACTORIES = [getattr(rules, x) for x in ("zscore", "mean_std", "percentile", "quantile", "ema")]
+FACTORIES += [rules.relative_to_params, rules.capped]
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda x: x.__name__)
+def test_a_factory_of_rules_that_was_not_called_raises_with_the_call(factory):
+    with pytest.raises(TypeError, match=rf"`max_norm` must be .*{factory.__name__}\("):
+        gcx.clip_by_leaf_norm(factory)
