@@ -200,7 +200,8 @@ class _Part(NamedTuple):
     guards.
 
     Attributes:
-        kind: Type of its state. For a guard, the type of its rule and the causes of its skips.
+        kind: Type of its state. For a guard, whether it is a loss scale, and the causes of its
+            skips.
         depth: Number of accumulations around it.
         path: Path of its state.
         state: Its state without the inner state. For an accumulation, the whole `WrapperState`.
@@ -275,7 +276,8 @@ def _parts(
 def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[_Part]:
     """Yield a part for each guard, without the fields that directly nested guards share."""
     for i, guard in enumerate(guards):
-        kind = type(guard.rule_state), *sorted(guard.skipped)  # JAX sorts dictionaries, too
+        has_scale = hasattr(guard.rule_state, "loss_scale")
+        kind = has_scale, *sorted(guard.skipped)  # JAX sorts dictionaries, too
         yield _Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)
 
 

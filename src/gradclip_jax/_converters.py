@@ -179,12 +179,13 @@ def with_rule_names(like: Tree, state: Tree) -> Tree:
     receives the names in `like`. Other states are returned unchanged.
     """
     values = dict(jax.tree.leaves_with_path(state))
-    field = jax.tree_util.GetAttrKey("rules")
+    rules, rule_state = map(jax.tree_util.GetAttrKey, ("rules", "rule_state"))
 
     def without_name(path: Path) -> Path:
-        # A path contains the field, the index or key of the rule, and the name of the rule.
-        place = path.index(field) if field in path else len(path)
-        return path if path in values else (*path[: place + 2], *path[place + 3 :])
+        # The name follows the index or key of a rule, or the field with the state of a `SkipRule`.
+        field, distance = (rules, 2) if rules in path else (rule_state, 1)
+        place = path.index(field) + distance if field in path else len(path)
+        return path if path in values else (*path[:place], *path[place + 1 :])
 
     if {without_name(path) for path, _ in jax.tree.leaves_with_path(like)} != set(values):
         return state

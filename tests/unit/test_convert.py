@@ -295,3 +295,12 @@ def test_histories_of_thresholds_of_the_version_without_names_of_rules_are_kept(
         guards=(guard._replace(rule_state=spikes),),
     )
     chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)
+
+
+def test_the_state_of_a_skip_rule_of_the_version_without_names_of_rules_is_kept():
+    rule = gcx.SkipRule(lambda _: jnp.int32(0), lambda *_: (False, ()), lambda n, *_: n + 1)
+    tx = gcx.skip_if(optax.adam(0.1), rule)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    guard = state.guards[0]
+    old = state._replace(guards=(guard._replace(rule_state=guard.rule_state[rule.name]),))
+    chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)

@@ -216,9 +216,23 @@ def test_a_sum_of_small_integers_does_not_wrap():
     assert int(fun(1.0, jnp.ones(4))[0][1]) == 800
 
 
-OWN = rules.Rule(jnp.zeros_like, lambda norm, state, _: (norm + 1, state))
+def last_norm():
+    def update(norm, last, _):
+        return 2 * last + 1, norm
+
+    return rules.Rule(jnp.zeros_like, update)
+
+
+def count_steps():
+    def update(norm, count, _):
+        return 9 - count, count + 1
+
+    return rules.Rule(jnp.zeros_like, update)
+
+
 SAME_SHAPES = {
-    "own": (OWN, rules.quantile()),
+    "own": (last_norm(), rules.quantile()),
+    "two of one's own": (last_norm(), count_steps()),
     "percentile": (rules.percentile(50.0, window=8), rules.mean_std(window=8, warmup_steps=2)),
 }
 OWNERS = {
@@ -238,6 +252,19 @@ def test_convert_state_initializes_a_rule_of_another_kind_with_the_same_shapes(n
     converted = gcx.convert_state(new, state, PARAMS)
     found, fresh = (gcx.metrics(step(new, x)[1]) for x in (converted, None))
     assert found[key] == fresh[key]
+
+
+def test_convert_state_initializes_a_skip_rule_of_another_name_with_the_same_shapes():
+    def rule(name):
+        def never(grads, state, params):
+            return False, ()
+
+        return gcx.SkipRule(lambda _: jnp.int32(0), never, lambda n, *_: n + 1, name)
+
+    first, same, other = (gcx.skip_if(sgd, rule(name)) for name in ("", "", "other"))
+    state = step(first)[1]
+    kept, initial = (gcx.convert_state(tx, state, PARAMS).guards[0] for tx in (same, other))
+    assert jax.tree.leaves((kept.rule_state, initial.rule_state)) == [1, 0]
 
 
 CLIPS = {

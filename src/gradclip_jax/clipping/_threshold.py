@@ -29,7 +29,7 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree, qualified_name
 from ..norms._groups import PerGroup, split
 
 
@@ -53,8 +53,8 @@ class Rule:
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
-        name: Name of the rule. States of rules with different names are not converted to each
-            other.
+        name: Name of the rule, by default that of `update` with the functions around it, such as
+            `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -85,6 +85,7 @@ class Rule:
             check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
         hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
         check_callable("update", self.update, hint)
+        object.__setattr__(self, "name", self.name or qualified_name(self.update))
 
 
 Threshold: TypeAlias = Number | Schedule | Rule

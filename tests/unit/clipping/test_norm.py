@@ -33,9 +33,11 @@ def worst(tree, ord=2.0) -> float:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def own_norms(x, axes, ord=2.0):
     """The norms of the units inside a leaf as a rule sees them: -1 where it sees none."""
-    rule = gcx.thresholds.Rule(lambda norm: norm - 1, lambda norm, state, _: (norm, norm))
+    rule = gcx.thresholds.Rule(
+        lambda norm: norm - 1, lambda norm, state, _: (norm, norm), name="last"
+    )
     clip = gcx.clip_by_norm(rule, granularity=gcx.granularities.axis(axes), ord=ord)
-    return clip.update(x, clip.init(x))[1].rules[0][""]
+    return clip.update(x, clip.init(x))[1].rules[0]["last"]
 
 
 # --- accuracy -------------------------------------------------------------------------------
