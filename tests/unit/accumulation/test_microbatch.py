@@ -227,13 +227,14 @@ def test_rows_come_back_in_order_floats_as_their_mean_and_all_else_as_aux_reduct
 
 
 def test_each_micro_batch_gets_its_own_key():
-    def fun(w, batch, *keys):
+    def fun(w, batch, key, more):
+        keys = [key, *more.values()]
         return jnp.mean(w * batch), [jax.random.uniform(key, batch.shape) for key in keys]
 
     keys = jax.random.key(0), jax.random.PRNGKey(1)
     take = jax.jit(microbatched(fun, 4, has_aux=True, rng_argnums=(2, 3)))
-    (_, noises), _ = take(1.0, Y, *keys)
-    for noise, key in zip(noises, keys, strict=True):
+    (_, noises), _ = take(1.0, Y, keys[0], {"a": keys[1], "b": keys[0]})
+    for noise, key in zip(noises, (*keys, keys[0]), strict=True):
         each = [jax.random.uniform(k, (EACH, 3)) for k in jax.random.split(key, 4)]
         np.testing.assert_array_equal(noise, jnp.stack(each, axis=1).reshape(BATCH, 3))
 

@@ -163,7 +163,7 @@ def test_the_variables_of_nnx_are_taken_and_returned():
         assert jax.tree.structure(out) == jax.tree.structure(carry)
         carry = out
     updates, state = gcx.flush(tx, carry[1], params)
-    assert jax.tree.structure(state) == jax.tree.structure(carry[1])
+    assert jax.tree.structure((updates, state)) == jax.tree.structure(carry)
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
     assert np.any(updates["kernel"][...]) and np.any(carry[0]["kernel"][...] != model.kernel[...])
 
