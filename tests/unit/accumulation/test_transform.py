@@ -95,23 +95,6 @@ def test_every_may_be_traced_under_inject_hyperparams():
     assert emissions(states) == [False, False, True] * 2
 
 
-def test_every_of_one_weighs_and_skips_as_a_longer_window_does():
-    params = params_like()
-    grads = [gradients(i, params) for i in range(4)]
-    grads[1] = filled(params, jnp.nan)
-    extra = [{"weight": jnp.float32(w), "flush": jnp.array(w == 2)} for w in (3, 0, 2, 1)]
-    one = gcx.accumulate_gradients(optax.trace(0.9), 1, reduction="sum")
-    scheduled = gcx.accumulate_gradients(optax.trace(0.9), lambda step: 1, reduction="sum")
-    ours, states = run(one, params, grads, extra)
-    wanted, theirs = run(scheduled, params, grads, extra)
-    chex.assert_trees_all_close(ours, wanted, rtol=1e-6)
-    last = states[-1].accumulation
-    assert last.gradient.total == () and emissions(states) == [True, False, True, True]
-    for name in ("mini_step", "gradient_step", "micro_batch_count"):
-        assert getattr(last, name) == getattr(theirs[-1].accumulation, name)
-    assert states[-1].outcome == theirs[-1].outcome
-
-
 # --- when the inner optimizer runs, and what it sees ----------------------------------------
 
 
