@@ -1,6 +1,7 @@
 """`microbatched_value_and_grad`: the whole batch's value, gradient and aux, in parts."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -383,3 +384,81 @@ def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop():
     assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
     assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
     agree(program(PARAMS, batch), whole(PARAMS, jax.device_get(batch)))
+
+
+# --- arguments that are not split, and dtypes ---------------------------------------------------
+
+
+@pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 4), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+@pytest.mark.sampled
+def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_keyword):
+    fun = make(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+    x, y = jnp.arange(4.0), jnp.ones(4)
+    with pytest.warns(UserWarning, match="batch_argnums") as found:
+        fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 2), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+@pytest.mark.sampled
+def test_a_raw_key_is_not_taken_for_a_batch_of_its_length(make, impl):
+    key = jax.random.PRNGKey(0, impl=impl)
+    fun = make(lambda w, x, state: jnp.mean(w * x))
+    fun(1.0, jnp.ones(len(key)), {"key": key})
+    fun(1.0, jnp.ones(len(key)), state=key)
+
+
+def window_over_devices(w, x):
+    """The program of docs/sharding.md: a window on each device, and one mean over devices."""
+    mean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    tx, varying = (
+        gcx.accumulate_gradients(optax.chain(mean, optax.sgd(1.0)), 2),
+        compat.vary(w, "data"),
+    )
+    state = tx.init(w)
+    sums = state.accumulation.gradient
+    sums = sums._replace(total=compat.vary(sums.total, "data"))
+    state = state._replace(accumulation=state.accumulation._replace(gradient=sums))
+    for part in jnp.split(x, 2):
+        grads = jax.grad(lambda w, x: jnp.mean(x @ w))(varying, part)
+        updates, state = tx.update(grads, state, w)
+    return updates
+
+
+REDUCED = {
+    "microbatched": microbatched(lambda w, x: jnp.mean(x @ w), 2),
+    "per_example": gcx.per_example.value_and_grad(lambda w, x: x @ w, jnp.inf),
+    "accumulate": lambda w, x: (0.0, window_over_devices(w, x)),
+}
+
+
+@compat.needs_eight_devices
+@pytest.mark.parametrize("name", REDUCED)
+def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32(name):
+    """XLA on CPU would add them in float32 anyway, so that the result does not show the type."""
+    fun = sharded((WHOLE, SHARDS), WHOLE)(lambda w, x: REDUCED[name](w, x)[1])
+    text = fun.lower(jnp.ones(128, jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)).as_text()
+    types = re.findall(r"all_reduce.*?\}\).*? : \(tensor<(.*?)>\) ->", text, re.S)
+    assert "128xf32" in types and not any("bf16" in x for x in types)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.sampled
+def test_micro_batches_support_strict_promotion(has_weight):
+    def loss(w, x):
+        value = jnp.mean(x * w)
+        return (value, jnp.float32(2.0)) if has_weight else value
+
+    with compat.strict():
+        microbatched(loss, 2, has_weight=has_weight)(jnp.float32(1.0), jnp.ones(4))

@@ -286,3 +286,38 @@ def test_a_parameter_without_gradient_stays_as_it_is(every):
         after, state = jax.jit(lambda p, s: gcx.apply_gradients(tx, grads, s, p))(after, state)
     np.testing.assert_array_equal(after["w"], 0.5)
     np.testing.assert_array_equal(after["n"], params["n"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("length", [jnp.inf, 3e9, np.int64(2**31), 2**40], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.sampled
+def test_a_window_longer_than_int32_never_closes(length, compiled):
+    tx, params = gcx.accumulate_gradients(optax.sgd(1.0), lambda step: length), jnp.ones(2)
+    update, state = jax.jit(tx.update) if compiled else tx.update, tx.init(params)
+    for _ in range(3):
+        _, state = update(params, state, params)
+        assert not gcx.has_updated(state)
+
+
+@pytest.mark.parametrize("count, bound", [(10**4, "1.5e-4"), (10**6, "1.5e-2")])
+def test_constants_are_accumulated_with_the_documented_error(count, bound):
+    """The error depends on the mantissa; it is the largest near 1.635 and near 1 + 1/32."""
+    near = jnp.linspace(-1e-3, 1e-3, 16)
+    terms = jnp.concatenate(
+        [jnp.array([0.1]), jnp.linspace(1, 2, 48), 1.635 + near, 1.03125 + near]
+    )
+    tx, params = gcx.accumulate_gradients(optax.sgd(1.0), count), jnp.zeros_like(terms)
+
+    def step(state, _):
+        _, state = tx.update(terms, state, params)
+        return state, None
+
+    def run():
+        state, _ = jax.lax.scan(step, tx.init(params), length=count - 1)
+        return tx.update(terms, state, params)[0]
+
+    error = np.max(np.abs(np.float64(jax.jit(run)()) / -np.float64(terms) - 1))
+    assert 0.9 * float(bound) < error <= float(bound)
+    text = " ".join(gcx.accumulate_gradients.__doc__.split())
+    assert f"{bound} for n = {count:.0e}".replace("e+0", "e") in text

@@ -1,4 +1,4 @@
-"""Calls and readers that once failed with a misleading error, or accepted a wrong state."""
+"""Likely mistakes raise errors or warnings that say what to write instead."""
 
 import re
 
