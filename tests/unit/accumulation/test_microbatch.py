@@ -462,3 +462,17 @@ def test_micro_batches_support_strict_promotion(has_weight):
 
     with compat.strict():
         microbatched(loss, 2, has_weight=has_weight)(jnp.float32(1.0), jnp.ones(4))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_batch_has_auxiliary_outputs_without_rows(count):
+    fun = microbatched(lambda w, x: (jnp.sum(w * x), x), count, has_aux=True)
+    (value, aux), grad = fun(1.0, jnp.zeros((0, 4)))
+    assert (float(value), aux.shape, float(grad)) == (0.0, (0, 4), 0.0)
+
+
+def test_a_sum_of_small_integers_does_not_wrap():
+    fun = microbatched(
+        lambda w, x: (jnp.sum(w * x), jnp.uint8(200)), 4, has_aux=True, aux_reduction="sum"
+    )
+    assert int(fun(1.0, jnp.ones(4))[0][1]) == 800
