@@ -181,6 +181,9 @@ VERDICTS = {
         skip(skip(acc(SGD, 2, reduction="sum"))),
         [1.5e19, 1.5e19, 1, 1], -2, [0, 0, 0, 1], ([1, 0], 0),  # squares up to 1.8e19
     ),
+    "a micro-batch and a window that are rejected in one call are one skip": (
+        skip(acc(SGD, 9, reduction="sum")), [1.5e19, 1.5e19, (3e19, FLUSH)], 0, [0] * 3, ([1], 1),
+    ),
     # A bad step halves the scale, and two good ones in a row double it.
     "a loss scale around a window counts micro-batches": (
         scale(acc(BREAKS)), [792, 792, 4, 12, 8, 8], -3, [0, 0, 0, 1, 0, 1], ([1], 0),
