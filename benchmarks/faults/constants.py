@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks._report import table
 from benchmarks.faults.logs import HERE, count, first_action, numbered_rows, read
-from gradclip_jax.monitoring import _detect, _outliers, _policy
+from gradclip_jax.monitoring import _detect, _evidence, _outliers
 from gradclip_jax.monitoring._detect import Detector
 
 CONSTANTS = (
@@ -31,7 +31,7 @@ def scale(constant, factor):
     """Scale a constant in the modules that use it, and return what undoes it and the new value."""
     name, *entry = constant.split()
     undo, new = [], None
-    for module in (_outliers, _detect, _policy):
+    for module in (_outliers, _detect, _evidence):
         if hasattr(module, name):
             old = getattr(module, name)
             undo.append((module, name, old))
