@@ -92,28 +92,20 @@ def bad_rows(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) ->
 
 
 def find_evidence(
-    rows: Rows,
-    incidents: Sequence[Incident],
-    is_bad: HostArray,
-    *,
-    num_rewinds: int,
-    patience: int,
-    rewind_on_rise: bool,
+    rows: Rows, is_bad: HostArray, starving: list[int], num_rewinds: int, patience: int
 ) -> list[Evidence]:
     """Return all evidence in these rows, sorted by the step at which it is complete.
 
     Args:
         rows: The last rows, with increasing steps.
-        incidents: The incidents in these rows.
         is_bad: Whether each row is bad, from `bad_rows`.
+        starving: Steps at which a clip has starved the optimizer for long, if that is evidence.
         num_rewinds: Number of earlier rewinds, which may replace a rewind by a stop.
         patience: Number of rows after which a stretch that has not ended is evidence.
-        rewind_on_rise: Whether the loss should fall, so that a clip that prevents it is evidence.
     """
-    rules = _row_rules(rows, is_bad, num_rewinds)
-    if rewind_on_rise:
-        reason = f"a clip multiplies the gradients by less than {STARVING}, and the loss has "
-        rules.append(RowRule("stop", f"{reason}not fallen since", _is_starved(rows, incidents)))
+    reason = "a clip starves the optimizer, and the loss has not fallen since"
+    starved = RowRule("stop", reason, _is_starved(rows, starving))
+    rules = [*_row_rules(rows, is_bad, num_rewinds), starved]
     found = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)]
     # At the same step, evidence for a rewind takes precedence over evidence for a stop.
     return sorted(found, key=lambda x: (x.step, x.action == "stop"))
@@ -213,17 +205,17 @@ def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]
         RowRule("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
         RowRule("stop", never, num_open > LONGEST_WINDOW),
     ]
-    if num_rewinds == 0:
-        return [*rules, RowRule("rewind", "replicas differ", differs, is_fault=True)]
-    return [*rules, RowRule("stop", "hardware: replicas differ again", differs, is_fault=True)]
+    again = "hardware: replicas differ again"
+    action, reason = ("stop", again) if num_rewinds else ("rewind", "replicas differ")
+    return [*rules, RowRule(action, reason, differs, is_fault=True)]
 
 
-def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return the rows of "clip" incidents if the loss has not fallen since the clip began."""
+def _is_starved(rows: Rows, starving: list[int]) -> HostArray:
+    """Return the rows of these steps if the loss has not fallen since the clip began."""
     # In other rows, the clip did not run or its factor is meaningless.
     has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
     is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
-    is_starved = np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])
+    is_starved = np.isin(rows.step, starving)
     for t in np.flatnonzero(is_starved):
         onset = 1 + np.flatnonzero(is_large[:t]).max(initial=-1)
         before, since = rows.loss[max(onset - QUIET, 0) : onset], rows.loss[onset : t + 1]

@@ -146,7 +146,8 @@ class Outliers:
         self.starts, self.ends = starts, starts - self.count + _KEPT
         self.values = _append(self.values, values)
         self.levels = self._levels()
-        excess = self._excess(values - self.levels[self.period])
+        excess = values - self.levels[self.period]
+        excess[:, self.units] -= np.fmax(median(excess[:, self.units]), 0)[:, None]
         self.excesses = _append(self.excesses, excess)
         self.floor, self.ceiling = self._limits()
         is_outlier = excess > np.fmin(self.floor, self.ceiling)[self.period]
@@ -178,13 +179,6 @@ class Outliers:
         updates = _before(self.ends, self.values[:, [UPDATE]], HISTORY)
         levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
         return levels
-
-    def _excess(self, change: HostArray) -> HostArray:
-        """Subtract the median rise of all units from the changes of each unit."""
-        excess = change.copy()
-        if change[:, self.units].size:
-            excess[:, self.units] -= np.fmax(median(change[:, self.units]), 0)[:, None]
-        return excess
 
     def _limits(self) -> tuple[HostArray, HostArray]:
         """Return the smallest and the largest possible bound of each column in each period."""

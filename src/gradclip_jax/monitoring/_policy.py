@@ -188,22 +188,17 @@ class Policy:
         # After "lower", the next action is "stop". It leaves out no batches, so the patience is not
         # longer.
         patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
-        evidence = find_evidence(
-            rows,
-            incidents,
-            is_bad,
-            num_rewinds=num_rewinds,
-            patience=patience,
-            rewind_on_rise=self.rewind_on_rise,
-        )
+        starving = [x.step for x in incidents if "clip" in x.kinds and self.rewind_on_rise]
         no_rewind = ""
-        for found in evidence:
+        for found in find_evidence(rows, is_bad, starving, num_rewinds, patience):
             if found.step >= first_new and not self.is_pending:
                 self.checkpoints.confirm(rows.step, num_quiet[rows.step <= found.step])
                 if found.action == "stop" or self.checkpoints.good_step is not None:
                     self.last, self.is_pending = self._decide(found, num_rewinds), True
                 elif found.first >= self.explained_until:
-                    no_rewind = f"{found.reason}; no rewind, because {self._why_no_checkpoint()}"
+                    has_saved = self.checkpoints.steps is not None
+                    why = "no checkpoint is good" if has_saved else "`saved=` was never passed"
+                    no_rewind = f"{found.reason}; no rewind, because {why}"
                     self.explained_until = rows.end
         self.checkpoints.confirm(rows.step, num_quiet)
         if self.is_pending:
@@ -255,12 +250,6 @@ class Policy:
             num_lowers=last.num_lowers + (action == "lower"),
             is_open=found.is_open,
         )
-
-    def _why_no_checkpoint(self) -> str:
-        """Return why there is no checkpoint to rewind to."""
-        if self.checkpoints.steps is None:
-            return "`saved=` was never passed to `Monitor.read`"
-        return "no checkpoint is good"
 
 
 def check_same_log(report: Report) -> None:
