@@ -37,8 +37,8 @@ from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, r
 from ..norms._reduce import reduce_axes, reduce_groups, small_stacks, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
+from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
 from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
