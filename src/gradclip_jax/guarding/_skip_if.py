@@ -162,6 +162,7 @@ def skip_if(
         "skip_if",
         causes=("other",),
         check=check,
+        check_micro_batch=check,
         check_window=check,
         init=init,
         advance=advance,

@@ -370,8 +370,11 @@ class Detector:
         """
         if units.shape[1] > 2:
             tree, units = np.full_like(tree, np.nan), units - median(units)[:, None]
-        has_risen, lowest, best = self.drifts.compare(np.hstack([tree, units]))
-        return np.where(has_risen, lowest - best, 0)
+        norms = np.hstack([tree, units])
+        at, drifts = np.flatnonzero(np.any(~np.isnan(norms), axis=1)), np.zeros(norms.shape)
+        has_risen, lowest, best = self.drifts.compare(norms[at])
+        drifts[at] = np.where(has_risen, lowest - best, 0)
+        return drifts
 
     def _loss_rises(self, rows: Rows) -> tuple[dict[int, LossRise], HostArray]:
         """Return the lasting rises of the loss by row, and whether the loss may be a value loss."""
