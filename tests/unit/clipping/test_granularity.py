@@ -28,9 +28,8 @@ def test_stacked_rms_is_that_of_a_layer_and_empty_layers_pass():
 
 def test_the_rms_of_a_block_is_compared_with_that_of_its_parameters():
     clip = gcx.clip_by_block_rms(gcx.thresholds.relative_to_params(0.1))
-    updates, state = step(clip, jnp.full((3, 4), 5.0), jnp.full((3, 4), 2.0))
+    updates, _ = step(clip, jnp.full((3, 4), 5.0), jnp.full((3, 4), 2.0))
     np.testing.assert_allclose(updates, 0.2, rtol=1e-6)
-    assert state.clip_threshold == np.float32(0.2)
 
 
 # --- groups ---------------------------------------------------------------------------------
