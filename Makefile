@@ -130,7 +130,8 @@ test-trainer-%: .venv-trainer-%/.installed
 # each. Archives on PyPI have no tests except Optax' wheel, so that a clone is needed: of GitHub, or of
 # CLONES=/path, a folder with owner/name in it. A command, not in CI.
 CLONES ?= https://github.com
-THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel axlearn optax jax_privacy
+THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel kauldron axlearn axlearn_clip \
+	optax optax_accumulation optax_microbatch jax_privacy
 # The commit is that of the table in docs/trainers/index.md.
 CLONE_tunix := google/tunix
 COMMIT_tunix := c7d8950f12a9c55a976bf2e1a0d8b447d71c20b3
@@ -140,6 +141,8 @@ CLONE_levanter := marin-community/levanter
 COMMIT_levanter := 9263f81e8b453241332c2c0b2d2001bfb2d2241c
 CLONE_easydel := erfanzar/EasyDeL
 COMMIT_easydel := 090a03b2e0b3606bd38e0e3fcfdc640cd7e6e246
+CLONE_kauldron := google-research/kauldron
+COMMIT_kauldron := c9b3ec86316cdfcfadd3c79f9bce074ea6333c04
 CLONE_axlearn := apple/axlearn
 COMMIT_axlearn := 34aed43c1b6e581c4753d06d7cbeedd5010ef26b
 CLONE_jax_privacy := google-deepmind/jax_privacy
@@ -147,13 +150,14 @@ PATH_tunix := .theirs/$(CLONE_tunix)
 PATH_maxtext := .theirs/$(CLONE_maxtext)/src
 PATH_levanter := .theirs/$(CLONE_levanter)/src
 PATH_easydel := .theirs/$(CLONE_easydel)
+PATH_kauldron := .theirs/$(CLONE_kauldron)
 PATH_axlearn := .theirs/$(CLONE_axlearn)
 test-their-own:  ## trainers' and peers' own tests through adapters; THEIRS="levanter optax" are two
 	@mkdir -p build; rm -f build/their_own.md
 	@for name in $(THEIRS); do $(MAKE) --no-print-directory test-their-own-$$name || failed=1; done; \
 		cat build/their_own.md; test -z "$$failed"
 
-test-their-own-%: SUITE = $(patsubst %_accumulation,%,$*)
+test-their-own-%: SUITE = $(if $(filter jax_privacy,$*),$*,$(firstword $(subst _, ,$*)))
 test-their-own-%: PY = .venv-trainer-$(SUITE)/bin/python
 test-their-own-%: CLONE = $(if $(CLONE_$(SUITE)),.theirs/$(CLONE_$(SUITE)))
 test-their-own-%:
@@ -175,7 +179,7 @@ test-their-own-%:
 
 # As axlearn pins them, and what its modules import; the whole of its own list does not install together.
 .venv-trainer-axlearn/.installed: REQUIRES = jax==0.8.3 tensorflow-cpu seqio-nightly attrs chex portpicker \
-	toml prefixed nltk absl-py
+	toml prefixed nltk absl-py aqtp
 .venv-trainer-optax/.installed: REQUIRES = 'optax>=0.2.8' flax absl-py
 .venv-trainer-jax_privacy/.installed: REQUIRES = jax-privacy==2.0.0 dp-accounting chex absl-py
 .venv-trainer-numpyro/.installed: REQUIRES = numpyro

@@ -215,16 +215,20 @@ def test_vmap_is_one_transformation_for_each(name):
 
 
 @every
+@pytest.mark.filterwarnings("error")
 def test_extra_arguments_are_taken_and_reach_the_inner_one(name):
     received = []
-    given = {"marker": 1, "value_fn": 2, "grad": 3, "hessian": 4, "loss": "huber"}
+    given = {"marker": 1, "value_fn": 2, "grad": 3, "hessian": 4, "loss": "huber", "batch_id": 5}
+    given |= {"values": 6, "weights": [7.0]}
+    if name != "accumulate_gradients":  # for others, these have a meaning of their own
+        given |= {"weight": [-np.inf], "flush": None}
 
     def inner_update(updates, state, params=None, **extra_args):
         received.append(extra_args)
         return updates, state
 
     spy = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), inner_update)
-    row = TRANSFORMATIONS[name]
+    spy, row = optax.chain(spy, SGD), TRANSFORMATIONS[name]
     tx = row.around(spy) if row.around else optax.chain(row(), spy)
     params = example(scale=0.1)
     state = tx.init(params)

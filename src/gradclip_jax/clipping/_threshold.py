@@ -29,7 +29,7 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree, qualified_name
 from ..norms._groups import PerGroup, split
 
 
@@ -53,8 +53,8 @@ class Rule:
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
-        name: Name of the rule. States of rules with different names are not converted to each
-            other.
+        name: Name of the rule, by default that of `update` with the functions around it, such as
+            `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -85,6 +85,7 @@ class Rule:
             check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
         hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
         check_callable("update", self.update, hint)
+        object.__setattr__(self, "name", self.name or qualified_name(self.update))
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -206,13 +207,9 @@ def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tup
 
 
 def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
-    """Return the initial states of the rules, or () if no rule has a state.
-
-    There is one rule for all norms, or one rule for each norm.
-    """
+    """Return the initial states of the rules; see `apply_rules`."""
     shape = (num_norms,) if len(rules) == 1 and num_norms != 1 else ()
-    states = tuple(init_state(rule, shape) for rule in rules)
-    return states if jax.tree.leaves(states) else ()
+    return _with_leaves(tuple([init_state(rule, shape) for rule in rules]))
 
 
 def apply_rules(
@@ -229,21 +226,23 @@ def apply_rules(
     """
     check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
-    if len(rules) == 1 and rules[0].init is None:  # an elementwise rule
+    if len(rules) != 1:
+        states = _checked_states(rules, norms.arrays, states)
+        results = list(map(apply, rules, norms.arrays, states, param_norms.arrays))
+        states = _with_leaves(tuple([state for _, state in results]))
+        return PerGroup([threshold for threshold, _ in results], norms.groups), states
+    (rule,) = rules
+    if rule.init is None:
+        return norms.map(lambda norm, of_param: apply(rule, norm, (), of_param)[0], param_norms), ()
+    vector = norms.vector()
+    (state,) = _checked_states(rules, [vector], states)
+    threshold, state = apply(rule, vector, state, param_norms.vector())
+    return PerGroup(split(threshold, norms.arrays), norms.groups), _with_leaves((state,))
 
-        def threshold_of(norm: Array, param_norm: Array) -> Array:
-            return apply(rules[0], norm, (), param_norm)[0]
 
-        return norms.map(threshold_of, param_norms), ()
-    values, param_values = norms.arrays, param_norms.arrays
-    if len(rules) == 1:
-        values, param_values = [norms.vector()], [param_norms.vector()]
-    old_states = _checked_states(rules, values, states)
-    results = list(map(apply, rules, values, old_states, param_values))
-    thresholds, new_states = [x for x, _ in results], tuple([state for _, state in results])
-    if len(rules) == 1:
-        thresholds = split(thresholds[0], norms.arrays)
-    return PerGroup(thresholds, norms.groups), new_states if jax.tree.leaves(new_states) else ()
+def _with_leaves(states: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Return the states of rules, or () if no rule has a state."""
+    return states if jax.tree.leaves(states) else ()
 
 
 def _checked_states(rules: Sequence[Rule], values: Sequence[Array], states: Tree) -> Sequence[Tree]:

@@ -132,6 +132,10 @@ class Accumulation(NamedTuple):
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
+    def always_closes(self, state: AccumulationState, batch: MicroBatch) -> bool:
+        """Return whether each accepted micro-batch is a window of positive weight."""
+        return not (self.has_sum(state) or batch.is_weight_passed)
+
     def length(self, gradient_step: Scalar) -> Scalar:
         """Return the number of micro-batches in the given window, in [1, 2^31)."""
         length = self.every

@@ -131,7 +131,7 @@ def test_watch_around_an_accumulation_needs_a_fifth_of_the_parameters_more_scrat
         step = lambda p, s, g: gcx.apply_gradients(tx, g, s, p)  # noqa: E731
         return _devices.compile_for(PLATFORM, step, *args, donate=(0, 1)).scratch
 
-    # 0.0002 of them for an H100, 0.04 for a TPU v5e, 1.0 for a CPU (tests/unit/test_silent_steps)
+    # 0.0002 of them for an H100, 0.04 for a TPU v5e, 1.0 for a CPU (tests/unit/test_calls_of_wrappers)
     assert scratch(gcx.watch(inner)) <= scratch(inner) + 0.2 * 6 * 2048**2 * 4
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gradclip_jax as gcx
 from accumulation_cases import taken
 from gradclip_jax.monitoring._rows import Names, Outcome
-from guard_cases import SHARDS, WHOLE, sharded
+from guard_cases import SHARDS, WHOLE, saturated, sharded
 
 SGD = optax.sgd(1.0)
 
@@ -323,3 +323,23 @@ def test_layers_that_are_sharded_over_explicit_axes_have_norms_of_the_whole():
     assert names.units == ("b", *(f"h[{i}]" for i in range(8)), "out")
     expected = [norm64(grads["b"]), *map(norm64, grads["h"]), norm64(grads["out"])]
     np.testing.assert_allclose(rows.norms[0, 0, 1:], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+@pytest.mark.parametrize("last", [0.0, -3.0])
+def test_a_schedule_that_takes_a_threshold_to_0_or_below_is_an_incident(clip, last):
+    tx = gcx.watch(optax.chain(clip(lambda step: jnp.maximum(2.0 - step, last)), SGD))
+    params = {"w": np.ones(2, "f")}
+    update, state = jax.jit(tx.update), tx.init(params)
+    for _ in range(20):
+        _, state = update(params, state, params, value=jnp.float32(1.0))
+    (incident,) = gcx.incidents(state, params)
+    assert incident.kinds == ("clip",) and "16 gradients by 0" in str(incident)
+
+
+def test_the_row_is_written_after_its_counter_saturates():
+    tx, params = gcx.watch(SGD, history=4), {"w": np.ones(1, "f")}
+    state = saturated(tx.init(params))
+    for size in (1.0, 2.0):
+        _, state = tx.update({"w": np.float32([size])}, state, params)
+        assert gcx.metrics(state)["grad_norm"] == size

@@ -1,4 +1,4 @@
-"""axlearn: `skip_spikes` around a clip in the place of `skip_and_clip_by_global_norm`."""
+"""axlearn: `skip_spikes` and `clip_grad_norm` in the place of `skip_and_clip_by_global_norm`."""
 
 from typing import Any, NamedTuple
 
@@ -17,37 +17,38 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 
 class SkipClipState(NamedTuple):
     guard: Any
-    inner_state = property(lambda self: self.guard.inner_state[1])
+    inner_state = property(lambda self: self.guard.inner_state)
     nonvalid_count = property(lambda self: sum(self.guard.guards[0].skipped.values()))
-    moments = property(lambda self: jax.tree.leaves(self.rules["norm"]) or [None] * 3)
     rules = property(lambda self: self.guard.guards[0].rule_state.rules)
+    moments = property(lambda self: jax.tree.leaves(self.rules) or [None] * 3)
     count = property(lambda self: self.moments[0])
     grad_norm_ema = property(lambda self: self.moments[1])
     grad_norm_square_ema = property(lambda self: self.moments[2])
 
 
-def skip_and_clip_by_global_norm(inner, drop_norm=None, max_norm=None, grad_norm_ema_decay=0.0):
-    inner, limits = maybe_instantiate(inner), maybe_instantiate(drop_norm or LARGEST)
-
-    def limit_and_moments(norm, moments, param_norm):
+def drop_norm_rule(drop_norm, decay):
+    def update(norm, moments, param_norm):
         count, mean, square = moments
-        named = limits(count=count, mean=mean, stddev=jnp.sqrt(square - mean**2))
-        limit = jnp.min(jnp.stack(list(named.values())))
-        rate = (1 - grad_norm_ema_decay) / (1 - grad_norm_ema_decay ** (count + 1))
-        moved = count + 1, mean + rate * (norm - mean), square + rate * (norm**2 - square)
-        return limit, jax.tree.map(lambda x, y: jnp.where(norm < limit, x, y), moved, moments)
+        limits = drop_norm(count=count, mean=mean, stddev=jnp.sqrt(square - mean**2))
+        limit = jnp.min(jnp.stack(list(limits.values())))
+        rate = (norm < limit) * (1 - decay) / (1 - decay ** (count + 1))
+        mean, square = mean + rate * (norm - mean), square + rate * (norm**2 - square)
+        return limit, (count + (norm < limit), mean, square)
 
-    def first(norm):
-        return jnp.int32(0), jnp.float32(1), jnp.float32(1)
+    return gcx.thresholds.Rule(lambda _: (jnp.int32(0), jnp.float32(1), jnp.float32(1)), update)
 
-    norm = gcx.thresholds.Rule(first, limit_and_moments) if callable(limits) else limits
 
-    def guard(params, init=inner.init):
-        optimizer = (lambda _: init(params), lambda g, s, _: inner.update(g, s, params))
-        clip = gcx.clip_by_global_norm(max_norm or LARGEST)
-        return gcx.skip_spikes(
-            optax.chain(clip, optax.GradientTransformation(*optimizer)), norm=norm
-        )
+def skip_and_clip_by_global_norm(inner, drop_norm=None, max_norm=None, grad_norm_ema_decay=None):
+    inner, limit = maybe_instantiate(inner), maybe_instantiate(drop_norm or LARGEST)
+    norm = drop_norm_rule(limit, grad_norm_ema_decay) if callable(limit) else limit
+
+    def guard(params):  # `inner` receives more than the values of the parameters
+        def update(grads, state, _):
+            clipped, _ = gcx.clip_grad_norm(grads, max_norm or LARGEST)
+            return inner.update(clipped, state, params)
+
+        tx = optax.GradientTransformation(lambda _: inner.init(params), update)
+        return gcx.skip_spikes(tx, norm=norm)
 
     def init(params):
         values = jax.tree.map(lambda p: getattr(p, "value", p), params)
@@ -58,11 +59,9 @@ def skip_and_clip_by_global_norm(inner, drop_norm=None, max_norm=None, grad_norm
         return updates, SkipClipState(state)
 
     def partition(specs):
-        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
-        state = jax.eval_shape(guard(specs, lambda _: ()).init, shapes)
+        state = gcx.skip_spikes(optax.identity(), norm=norm).init({})  # all of it are scalars
         state = jax.tree.map(lambda x: OptStateSpec(x.shape, x.dtype, PartitionSpec()), state)
-        inner_state = state.inner_state[0], inner.partition(specs)
-        return SkipClipState(state._replace(inner_state=inner_state))
+        return SkipClipState(state._replace(inner_state=inner.partition(specs)))
 
     return PartitionedGradientTransformation(init, update, partition)
 

@@ -1,8 +1,12 @@
 """EasyDeL: `microbatched_value_and_grad` in the place of its loop over micro-batches."""
 
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
 import optax
 from jax.lax import stop_gradient
+from measures import GRADS, error_of_mean
 
 import gradclip_jax as gcx
 
@@ -30,3 +34,12 @@ REPLACES = {"easydel.trainers.training_utils:minibatch_call": minibatch_call}
 TESTS = ["tests/trainers/test_training_utils_gradient_accumulation.py"]
 PASSED = 4
 DIFFERENCES = {}
+
+
+def gain(part):
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ params), {}
+
+    state = SimpleNamespace(graphstate=jnp.zeros(1_000, jnp.bfloat16))
+    grads, _ = part(state, {"x": GRADS}, 1, jax.value_and_grad(loss, has_aux=True))
+    return error_of_mean(grads)

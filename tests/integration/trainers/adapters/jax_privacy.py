@@ -28,3 +28,8 @@ ROUNDED = "The leaves in float16 and bfloat16 are rounded to nearest: the norm i
 DIFFERENCES = {
     f"test_clip_pytree_has_bounded_norm{i}": ROUNDED for i in [33, 35, *range(41, 56, 2)]
 }
+
+
+def gain(part):
+    clipped, _ = part([jnp.bfloat16(1)] * 2_000, 1.0)
+    return f"norm {jnp.linalg.norm(jnp.float32(clipped)):.1f} of 2,000 leaves, clipped to 1"

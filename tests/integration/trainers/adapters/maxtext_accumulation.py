@@ -1,8 +1,13 @@
 """MaxText: `microbatched_value_and_grad` in the place of its loop over micro-batches."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from maxtext.common.common_types import ShardMode
+from measures import GRADS, error_of_mean
 
 import gradclip_jax as gcx
 
@@ -36,3 +41,21 @@ REPLACES = {
 TESTS = ["tests/unit/gradient_accumulation_nnx_test.py"]
 PASSED = 6
 DIFFERENCES = {}
+
+
+def gain(part):
+    options = {"use_tunix_gradient_accumulation": False, "debug_sharding": False}
+    options |= {"gradient_accumulation_steps": len(GRADS), "shard_mode": ShardMode.AUTO}
+    config = SimpleNamespace(shard_optimizer_over_data=True, **options)
+    model = nnx.Linear(1_000, 1, use_bias=False, rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda _: sharding, nnx.state(model, nnx.Param))
+
+    def loss(model, config, data, *_, is_train):
+        aux = dict.fromkeys(["moe_lb_loss", "indexer_loss", "mtp_loss"], jnp.float32(0))
+        total = jnp.sum(jnp.float32(model(data)))
+        return total, aux | {"xent_sum": total, "total_weights": jnp.float32(len(data))}
+
+    _, _, grads = part(loss, config, model, None, shardings, GRADS, None)
+    return error_of_mean(jax.tree.leaves(grads)[0])
