@@ -230,7 +230,7 @@ class LastingRises:
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
         """Compare the next rows of logarithms, float[rows, columns].
 
-        A block with NaN, an unknown value, is neither a rise nor among the best values.
+        Blocks that contain NaN, which stands for an unknown value, are ignored.
 
         Returns:
             Whether each column has risen permanently, the lowest of its last values, and the
