@@ -11,6 +11,7 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 import contextlib
 import functools
 import inspect
+import os
 import pathlib
 import types
 import warnings
@@ -58,7 +59,7 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 def warn(message: str) -> None:
     """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
     files: list[Any] = [__file__, jax.__file__, optax.__file__]
-    internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
+    internal = (contextlib.__file__, *(f"{pathlib.Path(file).parent}{os.sep}" for file in files))
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(internal):
         frame, level = frame.f_back, level + 1

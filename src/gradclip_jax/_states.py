@@ -11,11 +11,13 @@ Classes of states have these members, which are read wherever a state is nested:
 | `continued_from(earlier)` | states whose options may change | see `convert_state` |
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from ._checks import shortened
+from ._errors import type_error
 from ._types import Array, Path, Tree
 
 
@@ -56,6 +58,16 @@ def replace_states(state: Tree, kind: type, replace: Callable[[Tree], Tree]) -> 
         return replace(node) if isinstance(node, kind) else node
 
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))
+
+
+def state_of_rule(argument: str, name: str, state: Tree) -> Tree:
+    """Return the state of a rule from a dictionary by the name of the rule, or raise."""
+    if not isinstance(state, Mapping) or name not in state:
+        hint = "Pass the state of this transformation, or convert it with `gcx.convert_state`."
+        raise type_error(
+            "state", f"a state of the rule {name!r} for `{argument}`", shortened(state), hint
+        )
+    return state[name]
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:
