@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         return dict(zip(names, values, strict=True))
 
     def continued_from(self, earlier: WatchState) -> WatchState:
-        """Return this initial state with the step count of an old state of another `history`."""
+        """Return this initial state with the step count of a state that has another `history`."""
         return self._replace(step_count=earlier.step_count)
 
 

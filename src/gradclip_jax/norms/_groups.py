@@ -97,7 +97,7 @@ class PerGroup:
     groups: NormGroups
 
     def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
-        """Apply an elementwise function to the numbers of each group.
+        """Apply an elementwise function to the number of each group.
 
         A scalar in `others` is used for every group.
         """

@@ -1,7 +1,7 @@
 """Run guards, an accumulation and the inner transformation in one call of `update`.
 
 1. Guards around the accumulation check the micro-batch.
-2. The accumulation adds it to the window.
+2. The accumulation adds the gradient to the window.
 3. If the window closes, the step follows: guards check the gradient of the window, the inner
    transformation runs, and guards with `check="step"` check the computed step; see `take_step`.
 4. The next state records the outcome of the call, the counts, and the state of each guard.

@@ -104,7 +104,7 @@ def receive(
     extra_args: ExtraArgs,
     skips: Skips,
 ) -> Checked:
-    """Pass a gradient through guards, which unscale, mask and check it."""
+    """Unscale, mask and check a gradient with each of the guards."""
     observed: list[Tree] = []
     norms: list[Scalar] = []
     for (i, guard, state), check in zip(guards, checks, strict=True):
