@@ -70,8 +70,8 @@ def warn(message: str) -> None:
 def named(function: str) -> Generator[None]:
     """Name a part of a training step by its public function, in errors and in profiles.
 
-    Enclosing public functions, such as `apply_gradients`, do not replace the name. If the error
-    has a name, a public function inside this part raised it.
+    Enclosing public functions, such as `apply_gradients`, do not replace the name. An error that
+    a public function inside this part raised keeps the name of that function.
     """
     try:
         with jax.named_scope(function):
@@ -108,7 +108,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def _part_of_step(name: str, result: Any) -> Any:
-    """Return a function whose errors have a name; return other objects unchanged.
+    """Wrap a Python function in `named`; return other objects unchanged.
 
     The `update` of a guard is a callable object, not a function. It names its errors itself.
     """

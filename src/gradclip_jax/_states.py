@@ -39,15 +39,14 @@ def own_states(state: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
 
 
 def find_states(state: Tree, kind: type) -> list[tuple[Path, Tree]]:
-    """Return `(path, state)` for every state of a type, including nested states."""
-    found: list[tuple[Path, Tree]] = [((), state)] if isinstance(state, kind) else []
-
-    def is_inside(node: object) -> bool:
-        return isinstance(node, kind) and node is not state
-
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_inside):
-        for inner_path, inner in find_states(node, kind) if is_inside(node) else ():
-            found.append(((*path, *inner_path), inner))
+    """Return `(path, state)` for every state of a named tuple type, including nested states."""
+    found: list[tuple[Path, Tree]] = []
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(node, kind):
+            found.append((path, node))
+            for name, value in node._asdict().items():
+                field = (*path, jax.tree_util.GetAttrKey(name))
+                found += [((*field, *inner), x) for inner, x in find_states(value, kind)]
     return found
 
 
