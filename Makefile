@@ -116,7 +116,7 @@ test-compiled-cuda: .venv-cuda/.compiled  ## the same on an H100
 # Other people's trainers, each in an environment of its own, on one and on eight devices. uv because
 # pip needs more than ten minutes for the dependencies of some. levanter, Kauldron and MaxText need Python 3.12.
 # EasyDeL needs PyTorch: with UV_TORCH_BACKEND=cpu uv takes the one for CPUs in place of 3 GB.
-TRAINERS ?= numpyro keras nnx netket brax tunix levanter kauldron easydel maxtext
+TRAINERS ?= numpyro keras nnx netket tunix levanter kauldron easydel maxtext
 PYTHON_TRAINERS ?= $(call first_running,$(call candidates,12 13))
 test-trainers: $(TRAINERS:%=test-trainer-%)  ## train inside other people's trainers; TRAINERS="numpyro keras" are two
 
@@ -186,7 +186,6 @@ test-their-own-%:
 .venv-trainer-keras/.installed: REQUIRES = keras
 .venv-trainer-nnx/.installed: REQUIRES = flax orbax-checkpoint
 .venv-trainer-netket/.installed: REQUIRES = netket
-.venv-trainer-brax/.installed: REQUIRES = brax 'jax<0.10'
 .venv-trainer-tunix/.installed: REQUIRES = google-tunix chex
 .venv-trainer-levanter/.installed: REQUIRES = marin-levanter chex ray
 .venv-trainer-kauldron/.installed: REQUIRES = kauldron

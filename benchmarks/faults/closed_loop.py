@@ -391,11 +391,11 @@ def differences(job, killed):
 class Runs:
     """The finished runs in a file, one line each, so that a command that was stopped goes on.
 
-    Runs of another version of the package or of this script do not count.
+    Runs of another version of the package, of this script, or of JAX do not count.
     """
 
     def __init__(self, path):
-        self.path, self.of = path, {"sources": checksum_of_sources()}
+        self.path, self.of = path, {"sources": checksum_of_sources(), "jax": jax.__version__}
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         self.rows = {x["what"]: x for x in found if self.of.items() <= x.items()}
@@ -407,7 +407,7 @@ class Runs:
         self.rows[what] = {"what": what, **row, **self.of}
         with self.path.open("a") as file:
             file.write(json.dumps(self.rows[what]) + "\n")
-        print(*(f"{key}: {value}" for key, value in row.items()), what, sep="; ", flush=True)
+        print(f"{row['end']}: {what} | {row['loss']} | {', '.join(row['actions'])}", flush=True)
 
 
 def checksum_of_sources():

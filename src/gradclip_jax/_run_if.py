@@ -15,7 +15,7 @@ size of the carry:
 A selection always computes the step. For PPO, it needs 61 kernels on an H100, and `lax.cond` needs
 149, most of which copy an array of the carry (JAX 0.10.2). XLA executes `lax.cond` in a CUDA graph.
 
-A step that likely runs, such as the optimizer step of a guard, is also a loop on CPU, where a
+A step that is likely to run, such as the optimizer step of a guard, is also a loop on CPU, where a
 skipped step costs nothing. On GPU and TPU the step is always computed and its result is selected.
 For PPO on an H100, `lax.cond` would take 27 % more time, and a loop 57 % (JAX 0.11.2).
 """

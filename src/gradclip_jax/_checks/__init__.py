@@ -2,32 +2,22 @@
 
 | module | contents |
 | --- | --- |
-| `_format` | formatting of values and paths for messages and logs |
+| `_options` | hyperparameters, when a transformation is built |
+| `_trees` | arrays, optimizer states, updates and parameters, at trace time |
 | `_values` | types of single values |
-| `_options` | numbers and other options |
-| `_functions` | functions and transformations, and calls of user-defined functions |
-| `_arrays` | arrays and trees of arrays |
-| `_optimizer_states` | optimizer states |
-| `_param_trees` | updates beside parameters, and prefix trees |
+| `_format` | formatting of values and paths for messages and logs |
 
 Traced values are not checked.
 """
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from ._arrays import (
-    check_array,
-    check_arrays,
-    check_concrete,
-    check_dtype_kept,
-    check_values,
-    shapes_of,
-)
 from ._format import describe, distinct, leaf_name, leaf_path, listed, shortened
-from ._functions import call_schedule, call_user, check_callable, check_transformation, is_factory
-from ._optimizer_states import check_one_run, check_optimizer_state, check_state
 from ._options import (
+    call_schedule,
+    call_user,
     check_axis,
+    check_callable,
     check_choice,
     check_count,
     check_decay,
@@ -37,6 +27,22 @@ from ._options import (
     check_ord,
     check_positions,
     check_static,
+    check_transformation,
+    is_factory,
 )
-from ._param_trees import broadcast_prefix, check_params, check_same_structure, labels_of
+from ._trees import (
+    broadcast_prefix,
+    check_array,
+    check_arrays,
+    check_concrete,
+    check_dtype_kept,
+    check_one_run,
+    check_optimizer_state,
+    check_params,
+    check_same_structure,
+    check_state,
+    check_values,
+    labels_of,
+    shapes_of,
+)
 from ._values import dtype_of, is_array_like, is_float0, is_scalar, is_traced

@@ -199,7 +199,7 @@ def _init_state(rules: Sequence[Rule], labels: Sequence[Hashable], num_norms: in
 
 
 def _factors(norms: PerGroup, thresholds: PerGroup, reaction: Reaction) -> PerGroup:
-    """Return the factor of each norm group."""
+    """Compute the clipping factor of each norm group."""
     return norms.map(functools.partial(factor_of, reaction), thresholds)
 
 

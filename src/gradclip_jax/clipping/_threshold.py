@@ -1,4 +1,4 @@
-"""Thresholds as rules: the class `Rule`, conversion of numbers and schedules, and application.
+"""The class `Rule`, and functions that convert thresholds to rules and apply them.
 
 The rules of `gcx.thresholds` are in `_rules.py`.
 """

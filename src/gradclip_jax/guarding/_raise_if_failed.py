@@ -103,7 +103,7 @@ def nonfinite_leaves(tree: Tree) -> dict[str, int]:
     check_concrete("tree", tree, hint)
     leaves = jax.tree.leaves_with_path(tree)
     leaves = [x for x in leaves if jnp.issubdtype(dtype_of(x[1]), jnp.inexact)]
-    # Explicit transfers of one number for each leaf, which a transfer guard allows.
+    # A transfer guard allows explicit transfers. One number is transferred for each leaf.
     counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})
     return {path: int(count) for path, count in counts.items() if count}
 

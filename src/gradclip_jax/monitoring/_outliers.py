@@ -12,9 +12,9 @@ losses are compared without a logarithm.
     tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
     bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
-A loss above RATIO["part"] times the highest one in the last WINDOW rows is an outlier as well, from
-the second row of a run on. The tail is exponential. If q are the quantiles of the excesses in the
-`n` rows that are not near an outlier,
+In the first WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as
+well. The tail is exponential. If q are the quantiles of the excesses in the `n` rows that are not
+near an outlier,
 
     tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
 
@@ -149,7 +149,7 @@ class Outliers:
         excess = values - self.levels[self.period]
         excess[:, self.units] -= np.fmax(median(excess[:, self.units]), 0)[:, None]
         self.excesses = _append(self.excesses, excess)
-        self.floor, self.ceiling = self._limits()
+        self.floor, self.ceiling = self._limits(starts < WINDOW)
         is_outlier = excess > np.fmin(self.floor, self.ceiling)[self.period]
         self.is_outlier = _append(self.is_outlier, np.zeros_like(is_outlier))
         columns = np.flatnonzero(is_outlier.any(axis=0))
@@ -180,7 +180,7 @@ class Outliers:
         levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
         return levels
 
-    def _limits(self) -> tuple[HostArray, HostArray]:
+    def _limits(self, is_early: HostArray) -> tuple[HostArray, HostArray]:
         """Return the smallest and the largest possible bound of each column in each period."""
         values, excesses = (_before(self.ends, x, WINDOW) for x in (self.values, self.excesses))
         usual = median(excesses)
@@ -189,7 +189,8 @@ class Outliers:
         ceiling = np.full(floor.shape, np.inf)
         # While a loss decreases quickly, its spread is large.
         highest = np.fmax.reduce(values[:, LOG_LOSS], axis=-1) + np.log(RATIO["part"])
-        ceiling[:, LOG_LOSS] = np.fmin(highest - self.levels[:, LOG_LOSS], np.inf)  # not NaN
+        limit = np.fmin(highest - self.levels[:, LOG_LOSS], np.inf)  # inf instead of NaN
+        ceiling[is_early, LOG_LOSS] = limit[is_early]
         count = np.sum(~np.isnan(values), axis=-1)
         floor[count < PERIOD] = np.inf
         has_logarithms = count[:, LOG_LOSS] == count[:, LOSS]
@@ -229,7 +230,7 @@ class LastingRises:
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
         """Compare the next rows of logarithms, float[rows, columns].
 
-        A block with NaN, an unknown value, is neither a rise nor among the best values.
+        Blocks that contain NaN, which stands for an unknown value, are ignored.
 
         Returns:
             Whether each column has risen permanently, the lowest of its last values, and the

@@ -22,7 +22,7 @@ from .._checks import (
     check_state,
     listed,
 )
-from .._devices import fusion_barrier, pair_of_sums, stack
+from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
 from .._metrics import metrics
 from .._run_if import like_dtypes
@@ -34,11 +34,11 @@ from ..norms._groups import NormGroups, num_slices
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
-from ..norms._reduce import reduce_axes, reduce_groups, small_stacks, squares
+from ..norms._reduce import reduce_axes, reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
+from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
 from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
@@ -64,7 +64,7 @@ class WatchState(NamedTuple):
         return dict(zip(names, values, strict=True))
 
     def continued_from(self, earlier: WatchState) -> WatchState:
-        """Return this initial state with the step count of an old state of another `history`."""
+        """Return this initial state with the step count of a state that has another `history`."""
         return self._replace(step_count=earlier.step_count)
 
 
@@ -493,7 +493,7 @@ def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequenc
     terms = jax.jit(terms, static_argnums=1)
     leaves, groups = columns[0], units.groups
     labels = groups.group_of_leaf if groups.axes is None else groups.axes
-    stacks = small_stacks(*columns, labels=labels)
+    stacks = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
     parts = reduce_groups(
         terms,
         *[stack(column, stacks) for column in columns],

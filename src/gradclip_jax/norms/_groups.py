@@ -47,9 +47,9 @@ class NormGroups(NamedTuple):
         return sum(map(num_slices, leaves, self.axes))
 
     def of_stacks(self, stacks: Sequence[Sequence[int]]) -> NormGroups:
-        """Return the norm groups of stacks of leaves; see `small_stacks`.
+        """Return the norm groups of stacks of leaves, given the indices of their leaves.
 
-        `stacks` contains the indices of the leaves in each stack.
+        The leaves of a stack belong to the same norm group, or have the same slices.
         """
         if self.axes is None:
             group_of_stack = tuple([self.group_of_leaf[first] for first, *_ in stacks])
@@ -97,7 +97,7 @@ class PerGroup:
     groups: NormGroups
 
     def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
-        """Apply an elementwise function to the numbers of each group.
+        """Apply an elementwise function to the number of each group.
 
         A scalar in `others` is used for every group.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -154,18 +154,9 @@ def _reduce_stacked(
     """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
     # Slices are not stacked, because their norms would have to be unstacked again.
     if groups.axes is None:
-        stacks = small_stacks(leaves, labels=groups.group_of_leaf)
+        stacks = stackable(leaves, labels=groups.group_of_leaf, max_size=MAX_STACKED_SIZE)
         groups, leaves = groups.of_stacks(stacks), stack(leaves, stacks)
     return reduce_groups(terms, leaves, groups=groups, axis_name=axis_name, is_sum=is_sum)
-
-
-def small_stacks(*columns: Sequence[Array], labels: Sequence[Hashable]) -> list[list[int]]:
-    """Return the indices of the leaves in each stack. One kernel reduces a stack.
-
-    A stack contains small leaves of one type and label. A large leaf is not stacked. Each column
-    contains an array for each leaf.
-    """
-    return stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
 
 
 def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:

@@ -231,7 +231,7 @@ class Accumulation(NamedTuple):
     def finish(
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
-        """Count gradient steps and empty windows, and empty the window if it closed."""
+        """Update the counts, and reset the window if it closed."""
         is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),

@@ -1,16 +1,18 @@
-"""The guards that skip a step, and why."""
+"""Check gradients with guards, and record which guards skip them."""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from .._types import Array, Scalar
-from ._guard import Rejections
-from ._state import CallOutcome
+from .._errors import named
+from .._types import Array, Scalar, Tree
+from ._guard import ExtraArgs, GradientCheck, Guard, Rejections
+from ._state import CallOutcome, GuardState
 
 Flags: TypeAlias = Array | int
 """An int32[] with flags of `CallOutcome`, or the integer 0, for which no branch is compiled."""
@@ -66,3 +68,51 @@ class Skips(NamedTuple):
 def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
     """Return the bits of a flag where it is set, and 0 elsewhere."""
     return jnp.where(is_set, jnp.int32(int(flag)), 0)
+
+
+class PlacedGuard(NamedTuple):
+    """A guard, its place in `Skips.flags`, and its state before the call."""
+
+    place: int
+    guard: Guard
+    state: GuardState
+
+
+class Checked(NamedTuple):
+    """A gradient that guards have received and checked.
+
+    Attributes:
+        grads: The gradient, unscaled and masked.
+        extra_args: The extra arguments, in which a gradient `grad` is unscaled as well.
+        skips: Which guards skip the gradient.
+        observed: Second result of the check of each of these guards; see `Guard.advance`.
+        norm: Norm of the gradient that the first of these guards checked; None without guards.
+    """
+
+    grads: Tree
+    extra_args: ExtraArgs
+    skips: Skips
+    observed: list[Tree]
+    norm: Scalar | None
+
+
+def receive(
+    guards: Sequence[PlacedGuard],
+    checks: Sequence[GradientCheck],
+    grads: Tree,
+    params: Tree,
+    extra_args: ExtraArgs,
+    skips: Skips,
+) -> Checked:
+    """Unscale, mask and check a gradient with each of the guards."""
+    observed: list[Tree] = []
+    norms: list[Scalar] = []
+    for (i, guard, state), check in zip(guards, checks, strict=True):
+        with named(guard.name):
+            grads, extra_args = guard.receive(grads, extra_args, state.rule_state, params)
+            norms.append(guard.norm(grads))
+            rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
+        skips = skips.rejected_by(i, rejections)
+        observed.append(seen)
+    norm = norms[0].astype(jnp.float32) if norms else None
+    return Checked(grads, extra_args, skips, observed, norm)

@@ -63,8 +63,8 @@ class WrapperState(NamedTuple):
     remaining buffers with the outputs in order; in another order, XLA would copy every scalar.
 
     Attributes:
-        consecutive_skips: Number of skipped calls and of windows without weight since the last
-            applied step, int32[]. Calls that only accumulate do not count.
+        consecutive_skips: Number of skipped calls, and of windows whose total weight is 0, since
+            the last applied step, int32[]. Calls that only accumulate do not count.
         guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
             ever too small, else 0, int32[].
         outer: State of each guard around the accumulation, from the outermost to the innermost.

@@ -26,6 +26,12 @@ def test_stacked_rms_is_that_of_a_layer_and_empty_layers_pass():
     assert updates["a"].shape == (0, 3) and updates["b"].shape == (2, 0)
 
 
+def test_the_rms_of_a_block_is_compared_with_that_of_its_parameters():
+    clip = gcx.clip_by_block_rms(gcx.thresholds.relative_to_params(0.1))
+    updates, _ = step(clip, jnp.full((3, 4), 5.0), jnp.full((3, 4), 2.0))
+    np.testing.assert_allclose(updates, 0.2, rtol=1e-6)
+
+
 # --- groups ---------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ def gain(part):
     sharding = NamedSharding(mesh, PartitionSpec())
     shardings = jax.tree.map(lambda _: sharding, nnx.state(model, nnx.Param))
 
-    def loss(model, config, data, *_, is_train):
+    def loss(model, config, data, key, params, is_train):
         aux = dict.fromkeys(["moe_lb_loss", "indexer_loss", "mtp_loss"], jnp.float32(0))
         total = jnp.sum(jnp.float32(model(data)))
         return total, aux | {"xent_sum": total, "total_weights": jnp.float32(len(data))}
