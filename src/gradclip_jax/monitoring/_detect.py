@@ -107,7 +107,8 @@ class Losses:
 
     def __init__(self):
         self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = math.inf  # the first finite loss; the highest of the best BLOCK losses
+        # The first finite loss, and the highest of the best BLOCK losses.
+        self.first = self.best = math.inf
         self.count, self.is_positive = 0, True
 
     def compare(
