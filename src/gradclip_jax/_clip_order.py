@@ -5,38 +5,52 @@ transformations, and the state of a transformation inside a guard is in the fiel
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from ._errors import type_error
+from ._errors import type_error, warn
 from ._states import is_own_state
 from ._types import Path, Tree
 
-CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
+Order: TypeAlias = Literal["before", "after", "unknown", "unrelated"]
+"""Whether a clip receives a gradient before or after a loss scale divides it."""
+
+_CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
 """How to order a clip and a loss scale."""
 
 
 def check_clip_order(state: Tree) -> None:
-    """Raise if a chain clips gradients before the loss scale divides them."""
-    if is_clip_before_scale(state):
+    """Raise if a clip receives scaled gradients, and warn if it may receive them."""
+    if _first_order(state) == "before":
         rule = "a state without a clip before the loss scale in the same chain"
-        raise type_error("state", rule, "one with a clip of scaled gradients", CLIP_INSIDE)
+        raise type_error("state", rule, "one with a clip of scaled gradients", _CLIP_INSIDE)
+    warn_of_clip_order(state)
 
 
-def is_clip_before_scale(state: Tree) -> bool:
-    """Return whether a clip receives gradients that a loss scale has not divided yet."""
+def warn_of_clip_order(state: Tree) -> None:
+    """Warn if a clip receives scaled gradients, or may receive them."""
+    order = _first_order(state)
+    if order == "before":
+        warn(f"A clip receives scaled gradients. {_CLIP_INSIDE}")
+    elif order == "unknown":
+        place = "If it comes before the loss scale in the named chain"
+        warn(f"A clip may receive scaled gradients. {place}: {_CLIP_INSIDE}")
+
+
+def _first_order(state: Tree) -> Order:
+    """Return the order of the clip that comes first; "unrelated" without one."""
     scales = _paths(state, lambda node: is_own_state(node) and hasattr(type(node), "loss_scale"))
+    found: list[Order] = ["unrelated"]
     for clip in _paths(state, _is_clip) if scales else ():
         orders = {_order(clip, scale) for scale in scales}
-        if "before" in orders and "after" not in orders:
-            return True
-    return False
+        found.append(next(x for x in ("after", "before", "unknown", "unrelated") if x in orders))
+    return next(x for x in ("before", "unknown", "after", "unrelated") if x in found)
 
 
-def _order(clip: Path, scale: Path) -> Literal["before", "after", "unrelated"]:
-    """Return whether a clip receives a gradient before or after a loss scale divides it."""
+def _order(clip: Path, scale: Path) -> Order:
+    """Compare a clip with a loss scale; "unrelated" in groups of a partition."""
     i = next(i for i, keys in enumerate(zip(clip, scale, strict=False)) if keys[0] != keys[1])
     ours: Any = clip[i]
     theirs: Any = scale[i]
@@ -45,7 +59,7 @@ def _order(clip: Path, scale: Path) -> Literal["before", "after", "unrelated"]:
     if isinstance(ours, DictKey):
         # The state of a named chain is a dictionary, too, but does not keep the order.
         is_partition = i > 0 and clip[i - 1] == GetAttrKey("inner_states")
-        return "unrelated" if is_partition else "before"
+        return "unrelated" if is_partition else "unknown"
     return "after"  # inside the guard of the loss scale
 
 

@@ -211,7 +211,6 @@ CLIPS = {
     "value": gcx.clip_by_value(1.0),
 }
 SCALED_CLIPS = {name: optax.chain(tx, scaled) for name, tx in CLIPS.items()} | {
-    "in one named chain": optax.named_chain(("clip", clip), ("scale", scaled)),
     "in an accumulation": accumulate(optax.chain(clip, scaled), 2),
     "in a watch": gcx.watch(optax.chain(clip, scaled)),
 }
@@ -235,11 +234,24 @@ def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
     assert found[0].filename == __file__
 
 
+@pytest.mark.parametrize("names", [("clip", "scale"), ("scale", "the last clip")])
+def test_a_clip_in_the_named_chain_of_a_loss_scale_warns(names):
+    """The state of a named chain does not contain its order."""
+    parts = {"clip": clip, "scale": scaled, "the last clip": clip}
+    state = optax.named_chain(*[(name, parts[name]) for name in names]).init(PARAMS)
+    for call in (gcx.metrics, lambda state: gcx.scale_loss(state, jnp.float32(1.0))):
+        with pytest.warns(UserWarning, match="named chain"):
+            call(state)
+
+
+GROUPS = optax.partition({"x": clip, "y": scaled}, {"w": "x", "b": "y"})
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "tx",
-    [gcx.dynamic_loss_scale(optax.chain(clip, sgd)), optax.chain(scaled, clip)],
-    ids=["inside", "after"],
+    [gcx.dynamic_loss_scale(optax.chain(clip, sgd)), optax.chain(scaled, clip), GROUPS],
+    ids=["inside", "after", "in another group"],
 )
 def test_a_clip_of_unscaled_gradients_is_allowed(tx):
     state = tx.init(PARAMS)

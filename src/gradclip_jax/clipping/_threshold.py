@@ -46,9 +46,10 @@ class Rule:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
             norms. None for a rule without a state, whose `update` is elementwise and receives the
             state `()`; it may receive the norms one by one.
-        update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
-            norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
-            unit of the norm. A threshold <= 0 results in a zero update.
+        update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the norm
+            before clipping, and is finite if there is a state; `param_norm` is None unless
+            `uses_params`. The threshold has the unit of the norm. A threshold <= 0 results in a
+            zero update.
         uses_params: Whether `update` needs the norms of the parameters.
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the

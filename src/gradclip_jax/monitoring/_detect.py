@@ -107,8 +107,9 @@ class Losses:
 
     def __init__(self):
         self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        # The first finite loss, and the highest of the best BLOCK losses.
-        self.first = self.best = math.inf
+        self.first = self.best = (
+            math.inf
+        )  # the first finite loss; the highest of the best BLOCK losses
         self.count, self.is_positive = 0, True
 
     def compare(

@@ -123,6 +123,9 @@ def find_watch(state: Tree, which: int | None = None) -> WatchState:
         rule, got = "a state with one state of `watch`", listed(places) or type(state).__name__
         hint = "Pass the state of one `gcx.watch`, or its index as `gcx.Monitor(params, which=0)`."
         raise type_error("state", rule, got, hint)
+    if which is not None and which >= len(found):
+        rule = f"the index of one of {len(found)} states of `watch`"
+        raise value_error("which", rule, which, "Pass 0 for the outermost `watch`.")
     return found[which or 0][1]
 
 

@@ -73,7 +73,8 @@ def execute(
     | the gradient was only accumulated | unchanged | updated in guards that accepted it |
     | a skip, or a window without weight | + 1 | updated only in the guard that skipped |
 
-    Guards around an accumulation do not check micro-batches of weight 0.
+    Guards around an accumulation do not check micro-batches of weight 0. If a guard further inside,
+    such as in a chain, skips its step, the inner transformation counts as skipped.
     """
     with named(wrappers.name):
         wrappers.check_state(state)

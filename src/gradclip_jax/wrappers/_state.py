@@ -71,9 +71,9 @@ class WrapperState(NamedTuple):
         accumulation: `AccumulationState`, or None without an accumulation.
         guards: State of each guard inside the accumulation, or of all guards without one.
         inner_state: State of the inner transformation.
-        outcome: What the last call did, int32[], flags of `CallOutcome`; 0 before the first call.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
+        outcome: What the last call did, int32[], flags of `CallOutcome`; 0 before the first call.
     """
 
     consecutive_skips: Scalar
@@ -82,8 +82,8 @@ class WrapperState(NamedTuple):
     accumulation: Tree
     guards: tuple[GuardState, ...]
     inner_state: Tree
-    outcome: Scalar
     grad_norm: Scalar | None
+    outcome: Scalar
 
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for the guards and the accumulation."""
