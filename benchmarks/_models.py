@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 
 Tree = Any
 
@@ -146,8 +147,12 @@ def gpt(
     *,
     scan: bool,
     experts: int = 0,
+    activations: Sharding | None = None,
 ) -> Model:
-    """A GPT with heads of 64 whose embedding is also its last layer; with `experts`, a mixture."""
+    """A GPT with heads of 64 whose embedding is also its last layer; with `experts`, a mixture.
+
+    `activations` is the sharding of the embedded texts; if it is None, XLA chooses one.
+    """
     stacked = (layers,) if scan else ()
     block = _block_shapes(width, *stacked, experts=experts)
     params = {
@@ -159,6 +164,8 @@ def gpt(
 
     def loss(params: Tree, ids: jax.Array) -> jax.Array:
         x = params["embed"][ids[:, :-1]] + params["position"]
+        if activations is not None:
+            x = lax.with_sharding_constraint(x, activations)
         x = _blocks(x, params["blocks"], heads=width // 64)
         return _cross_entropy(_layer_norm(x, params["norm"]) @ params["embed"].T, ids[:, 1:])
 

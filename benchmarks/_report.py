@@ -104,13 +104,3 @@ def _merged(old: dict[str, Rows], new: dict[str, Rows]) -> dict[str, Rows]:
         by_name = {row["what"]: row for row in old.get(title, [])}
         merged[title] = list((by_name | {row["what"]: row for row in rows}).values())
     return merged
-
-
-def replace_between(path: pathlib.Path, label: str, text: str) -> None:
-    """Replaces the text between two markers; appends both markers if they are missing."""
-    start, end = f"<!-- {label} -->", f"<!-- end of {label} -->"
-    old = path.read_text() if path.exists() else ""
-    if start not in old:
-        old += f"\n{start}\n{end}\n"
-    before, rest = old.split(start)
-    path.write_text(before + f"{start}\n{text}\n{end}" + rest.split(end)[1])

@@ -97,3 +97,13 @@ def on_shards(tx, check_vma=True):
         return params, mine + skipped, mine + state.consecutive_skips
 
     return step
+
+
+def saturated(state):
+    """The state after 2^31 steps: every counter has its largest value."""
+
+    def last(x):
+        is_count = x.dtype == jnp.int32 and x.ndim == 0
+        return jnp.full_like(x, INT_MAX) if is_count else x
+
+    return jax.tree.map(last, state)

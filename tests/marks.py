@@ -5,4 +5,5 @@ import pytest
 
 def slow(*values):
     """Parameters that only `make test-slow` uses."""
-    return [pytest.param(x, marks=pytest.mark.slow) for x in values]
+    params = (x if isinstance(x, tuple) else (x,) for x in values)
+    return [pytest.param(*x, marks=pytest.mark.slow) for x in params]

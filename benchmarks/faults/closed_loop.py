@@ -1,6 +1,6 @@
 """Train small models through faults, follow the actions of `Monitor`, and compare the final losses.
 
-    python -m benchmarks.faults.closed_loop [--small] [--only LM] [--out FOLDER]
+    python -m benchmarks.faults.closed_loop [--small] [--runs FILE]
 
 Five models train with five optimizers through 200 faults. A corruption is a set of bits that are
 flipped, or stuck at 0 or 1, in an element, a row, or every 32nd element of a gradient, of
@@ -12,13 +12,18 @@ repeated after a rewind do not repeat it. Batches are bad, and a learning rate i
 A run ends well if its loss on fixed data is at most 1 % above that of the clean run with as many
 steps, or if it stops while the fault lasts. A run that leaves out batches uses later ones instead.
 Then 50 runs are killed twice each, at random points between two writes or within one.
+
+Each finished run is a line of FILE. If the command is stopped, the same command goes on where it
+was; it writes the tables once all runs have finished with the same sources.
 """
 
 import argparse
 import collections
 import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import pathlib
 import tempfile
 from typing import Any, NamedTuple
@@ -383,83 +388,114 @@ def differences(job, killed):
             yield f"{decisions} became {again[1]}"
 
 
-class Results:
-    """The tables of the endings, of the runs that failed, and of the kills."""
+class Runs:
+    """The finished runs in a file, one line each, so that a command that was stopped goes on.
 
-    def __init__(self):
-        self.endings, self.failed, self.kills = collections.Counter(), [], collections.Counter()
+    Runs of another version of the package, of this script, or of JAX do not count.
+    """
 
-    def add(self, job, clean):
-        end, loss = ending(job, clean)
-        self.endings[job.fault.kind, job.lab.name, end] += 1
-        name, actions = f"{job.lab.name}: {job.fault.name}", ", ".join(events(job)[2])
-        row = {"what": name, "loss": f"{100 * loss:+.2f} %", "actions": actions}
-        print(f"{end}: {' | '.join(row.values())}", flush=True)
-        self.failed += [row] if end == "failed" else []
-        return end
+    def __init__(self, path):
+        self.path, self.of = path, {"sources": checksum_of_sources(), "jax": jax.__version__}
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        self.rows = {x["what"]: x for x in found if self.of.items() <= x.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(x) + "\n" for x in self.rows.values()))
+        print(f"{len(self.rows)} of these runs are in {path}")
 
-    def add_killed(self, job, killed, clean):
-        """Compare a run that was killed with the same run without kills."""
-        ends, found = [ending(x, clean)[0] for x in (job, killed)], [*differences(job, killed)]
-        is_worse = ends[1] == "failed" != ends[0]
-        counts = {
-            "kills": killed.num_kills,
-            "runs": 1,
-            "runs that lost something": bool(killed.lost),
-        }
-        counts |= {"runs that differ": bool(found), "runs that end worse": is_worse}
-        self.kills.update(counts)
-        print(f"  killed {killed.num_kills} times, {ends[1]}", *found, sep="; ", flush=True)
-
-    def tables(self):
-        """Return the tables as lists of rows."""
-        names = ("well", "better", "stopped", "failed")
-        kinds, models = ({key[i]: None for key in self.endings} for i in (0, 1))
-        total = collections.Counter()
-        for (kind, model, end), count in self.endings.items():
-            for key in ((kind, model), (kind, "all"), ("all", model), ("all", "all")):
-                total[*key, end] += count
-        rows = [
-            {"what": kind}
-            | {x: " / ".join(str(total[kind, x, end]) for end in names) for x in (*models, "all")}
-            for kind in (*kinds, "all")
-        ]
-        kills = [{"what": key, "number": int(count)} for key, count in self.kills.items()]
-        title = "Fault and model: ends within 1 % of the clean run / better / stops / fails"
-        return {title: rows, "Runs that failed": self.failed, "Kills": kills}
+    def add(self, what, **row):
+        self.rows[what] = {"what": what, **row, **self.of}
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.rows[what]) + "\n")
+        print(f"{row['end']}: {what} | {row['loss']} | {', '.join(row['actions'])}", flush=True)
 
 
-def run_model(results, number, numbered_faults):
+def checksum_of_sources():
+    """A checksum of the package and of this script."""
+    paths = sorted(pathlib.Path(gcx.__file__).parent.rglob("*.py"))
+    texts = [path.read_bytes() for path in (pathlib.Path(__file__), *paths)]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def run_model(runs, number, numbered_faults):
     """Train a model without a fault, then with each fault, and kill every fourth run."""
+    name = MODELS[number].__name__
+    left = [x for x in numbered_faults if f"{name}: {x[1].name}" not in runs.rows]
+    if not left:
+        return
     lab = Lab(MODELS[number])
     with tempfile.TemporaryDirectory() as folder:
         job = Job(lab, Fault("none"), 0, pathlib.Path(folder, "clean"))
         clean = float(lab.evaluate(job.last))
-        print(f"{lab.name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
-        for i, fault in numbered_faults:
-            seed = 1000 * number + i
+        print(f"{name}: loss {clean:.4f}; {len(events(job)[1])} decisions without a fault")
+        for i, fault in left:
+            seed, killed = 1000 * number + i, {}
             job = Job(lab, fault, seed, pathlib.Path(folder, f"{i}"))
-            results.add(job, clean)
+            end, loss = ending(job, clean)
             if i % 4 == 0:
                 chosen = np.random.default_rng(seed).choice(job.points, 2, replace=False)
                 kills = {*(1 + chosen).tolist()}
-                killed = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
-                results.add_killed(job, killed, clean)
+                again = Job(lab, fault, seed, pathlib.Path(folder, f"{i} killed"), kills)
+                killed = compared(job, again, clean)
+            row = {"end": end, "loss": f"{100 * loss:+.2f} %", "actions": events(job)[2]}
+            runs.add(f"{name}: {fault.name}", **row, kind=fault.kind, model=name, killed=killed)
+
+
+def compared(job, killed, clean):
+    """What differs between a run that was killed and the same run without kills."""
+    ends, found = [ending(x, clean)[0] for x in (job, killed)], [*differences(job, killed)]
+    print(f"  killed {killed.num_kills} times, {ends[1]}", *found, sep="; ", flush=True)
+    return {
+        "kills": killed.num_kills,
+        "runs": 1,
+        "runs that lost something": bool(killed.lost),
+        "runs that differ": bool(found),
+        "runs that end worse": ends[1] == "failed" != ends[0],
+    }
+
+
+def tables(rows):
+    """The tables of the endings, of the runs that failed, and of the kills."""
+    names = ("well", "better", "stopped", "failed")
+    kinds, models = ([*dict.fromkeys(x[key] for x in rows)] for key in ("kind", "model"))
+    total, killed = collections.Counter(), collections.Counter()
+    for x in rows:
+        killed.update(x["killed"])
+        for key in itertools.product((x["kind"], "all"), (x["model"], "all")):
+            total[*key, x["end"]] += 1
+    models.append("all")
+    endings = [
+        {"what": kind} | {x: " / ".join(str(total[kind, x, end]) for end in names) for x in models}
+        for kind in (*kinds, "all")
+    ]
+    failed = [
+        {"what": x["what"], "loss": x["loss"], "actions": ", ".join(x["actions"])}
+        for x in rows
+        if x["end"] == "failed"
+    ]
+    kills = [{"what": key, "number": int(count)} for key, count in killed.items()]
+    title = "Fault and model: ends within 1 % of the clean run / better / stops / fails"
+    return {title: endings, "Runs that failed": failed, "Kills": kills}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="one model, 8 faults; print only")
+    parser.add_argument("--runs", type=pathlib.Path, default="build/closed_loop.jsonl")
     options = parser.parse_args()
-    results, step = Results(), 5 if options.small else 1
-    for number in range(1 if options.small else len(MODELS)):
-        run_model(results, number, itertools.islice(enumerate(faults()), 0, None, step))
-    tables = results.tables()
-    for title, rows in tables.items():
-        print(f"\n**{title}**\n\n{_report.table(rows) if rows else 'none'}")
+    runs, step = Runs(options.runs), 5 if options.small else 1
+    chosen = [*itertools.islice(enumerate(faults()), 0, None, step)]
+    models = MODELS[:1] if options.small else MODELS
+    for number in range(len(models)):
+        run_model(runs, number, chosen)
+    # In the order of the faults, although the runs may have finished in another.
+    names = [f"{model.__name__}: {fault.name}" for model in models for _, fault in chosen]
+    found = {key: x for key, x in tables([runs.rows[name] for name in names]).items() if x}
+    for title, rows in found.items():
+        print(f"\n**{title}**\n\n{_report.table(rows)}")
     if not options.small:
-        found = {key: rows for key, rows in tables.items() if rows}
-        _report.write(found, "closed loop", is_whole=True)
+        facts = {"commit": _report.commit()} | runs.of
+        _report.write(found, "closed loop", is_whole=True, **facts)
 
 
 if __name__ == "__main__":

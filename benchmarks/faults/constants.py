@@ -1,14 +1,18 @@
 """Measures what goes wrong with other constants of the detector and of the policy, on public logs.
 
-    python -m benchmarks.faults.constants FOLDER [--only WINDOW ...]
+    python -m benchmarks.faults.constants FOLDER [--only WINDOW ...] [--halves]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
-and ratios and `FLAT` are replaced by their root and square; a cell with one number has it for both.
-"Actions" are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without
-it; "for nothing" are healthy logs that do so with it, and logs of PPO that do so without it.
+and ratios are replaced by their root and square; a cell with one number has it for both. "Actions"
+are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without it; "for
+nothing" are healthy logs that do so with it, and logs of PPO that do so without it.
+
+With `--halves`, each of the constants that were chosen on all logs is chosen again on a random half
+of them, 1,000 times, and compared with its value on the other half.
 """
 
 import argparse
+import collections
 import json
 import pathlib
 
@@ -16,53 +20,97 @@ import numpy as np
 
 from benchmarks._report import table
 from benchmarks.faults.logs import HERE, count, first_action, numbered_rows, read
-from gradclip_jax.monitoring import _detect, _outliers, _policy
+from gradclip_jax.monitoring import _detect, _evidence, _outliers
 from gradclip_jax.monitoring._detect import Detector
 
 CONSTANTS = (
-    *("WINDOW", "PERIOD", "BLOCK", "UNLEARNED", "WIDTH tree", "WIDTH other", "TAIL tree"),
-    *("TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
+    *("WINDOW", "HISTORY", "PERIOD", "BLOCK", "UNLEARNED", "GAP", "WIDTH tree", "WIDTH other"),
+    *("TAIL tree", "TAIL other", "RATIO tree", "RATIO part", "RATIO loss", "BAD_ROWS"),
 )
 """The other constants of the policy change nothing in these logs, which do not have the factors of
 clips either; the tests show what they are for."""
 
+ON_ALL_LOGS = {
+    "WIDTH other": (2.0, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0),
+    "RATIO loss": (1.18, 1.3, 1.35, 1.4, 1.5, 1.6),
+}
 
-def scale(constant, factor):
-    """Scale a constant in the modules that use it, and return what undoes it and the new value."""
+
+def replace(constant, change):
+    """Change a constant in the modules that use it, and return what undoes it and the value."""
     name, *entry = constant.split()
     undo, new = [], None
-    for module in (_outliers, _detect, _policy):
+    for module in (_outliers, _detect, _evidence):
         if hasattr(module, name):
             old = getattr(module, name)
             undo.append((module, name, old))
-            value = old[entry[0]] if entry else old
-            new = value**factor if name == "RATIO" else type(value)(value * factor)
+            new = change(old[entry[0]] if entry else old)
             setattr(module, name, {**old, entry[0]: new} if entry else new)
+    if name == "HISTORY":
+        undo.append((_outliers, "_KEPT", _outliers._KEPT))
+        _outliers._KEPT = new + _outliers.WINDOW
     return undo, new
 
 
-def measure(logs, incidents):
-    """Count what the incidents of all logs find, and the logs that lead to an action."""
-    total, actions, healthy = np.zeros((4, 2), int), np.zeros(2, int), 0
-    for (entry, steps, rows, _), found in zip(logs, incidents, strict=True):
+def measure(logs):
+    """What is found in each log, and whether it leads to an action, int[logs, 10]."""
+    counts = []
+    for entry, steps, rows, names in logs:
+        found = Detector(names).update(rows)
         own = count(np.array([x.step for x in found], int), steps, entry)
-        total += own
         acts = [
             bool(found) and first_action(rows, found, rewind_on_rise=x)[0] != "none"
             for x in (True, False)
         ]
-        actions += np.array(acts) * (own[1, 1] > 0)
-        healthy += acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
-    keys = "obvious incidents", "onsets", "within 12 rows"
-    cells = {f"{key} of {b}": a for key, (a, b) in zip(keys, total[:3], strict=True)}
-    cells |= {"false events": total[3, 0], "actions": "{}, {}".format(*actions)}
-    return cells | {"for nothing": healthy}
+        of_onset = np.array(acts) * (own[1, 1] > 0)
+        nothing = acts[0] if entry["class"] == "ok" else acts[1] * (entry["class"] == "rl")
+        counts.append([*own[:3].ravel(), own[3, 0], *of_onset, nothing])
+    return np.array(counts, int)
+
+
+def cells_of(counts):
+    """The cells of a row of the table."""
+    keys, total = ("obvious incidents", "onsets", "within 12 rows"), counts.sum(0)
+    cells = {f"{key} of {total[2 * i + 1]}": total[2 * i] for i, key in enumerate(keys)}
+    cells |= {"false events": total[6], "actions": "{}, {}".format(*total[7:9])}
+    return cells | {"for nothing": total[9]}
+
+
+def errors(counts):
+    """Missed incidents and onsets, late onsets, false events, and 5 for an action for nothing."""
+    return counts @ np.array([-1, 1, -1, 1, -1, 1, 1, 0, 0, 5])
+
+
+def choose_on_halves(constant, values, logs):
+    """Choose a constant on halves of the logs, and test it on the others."""
+    of_value = []
+    for value in values:
+        undo, _ = replace(constant, lambda _, value=value: value)
+        of_value.append(errors(measure(logs)))
+        for old in undo:
+            setattr(*old)
+    name, entry = constant.split()
+    of_value, rng = np.array(of_value), np.random.default_rng(0)
+    halves = [rng.permutation(len(logs)) < len(logs) // 2 for _ in range(1000)]
+    best = [int(of_value[:, half].sum(1).argmin()) for half in halves]
+    used = values.index(getattr(_outliers, name)[entry])
+    pairs = zip(best, halves, strict=True)
+    other = np.mean([of_value[[i, used]][:, ~half].sum(1) for i, half in pairs], 0)
+    chosen = collections.Counter(best).most_common()
+    return {
+        "constant": constant,
+        "values": ", ".join(map(str, values)),
+        "all logs": ", ".join(map(str, of_value.sum(1))),
+        "chosen on halves": ", ".join(f"{values[i]} in {n / 10:.0f} %" for i, n in chosen),
+        "errors on the other half": f"{other[0]:.1f}; with {values[used]}: {other[1]:.1f}",
+    }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--only", nargs="*", default=CONSTANTS, help="constants, as in this file")
+    parser.add_argument("--halves", action="store_true")
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     labels, logs = json.loads((HERE / "labels.json").read_text()), []
@@ -70,19 +118,21 @@ def main():
         lines = read(args.folder, name, sources[name])
         if lines:
             logs.append((entry, np.array([x["step"] for x in lines]), *numbered_rows(lines)))
+    if args.halves:
+        print(table([choose_on_halves(*item, logs) for item in ON_ALL_LOGS.items()]))
+        return
 
-    def measured():
-        return measure(logs, [Detector(names).update(rows) for *_, rows, names in logs])
-
-    results = [{"constant": "none", "changed to": ""} | measured()]
+    results = [{"constant": "none", "changed to": ""} | cells_of(measure(logs))]
     print(*results[-1].values(), sep=" | ", flush=True)
     for constant in args.only:
-        both = []
-        for factor in (0.5, 2):
-            undo, new = scale(constant, factor)
-            both.append({"changed to": f"{new:.3g}"} | measured())
-            for change in undo:
-                setattr(*change)
+        both, changes = [], (lambda x: type(x)(x * 0.5), lambda x: x * 2)
+        if constant.startswith("RATIO"):
+            changes = (lambda x: x**0.5, lambda x: x**2)
+        for change in changes:
+            undo, new = replace(constant, change)
+            both.append({"changed to": f"{new:.3g}"} | cells_of(measure(logs)))
+            for old in undo:
+                setattr(*old)
         pairs = {key: dict.fromkeys(str(x[key]) for x in both) for key in both[0]}
         name, *entry = constant.split()
         row = {"constant": ", ".join([f"`{name}`", *entry])}

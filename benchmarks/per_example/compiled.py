@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from benchmarks import _report
 from benchmarks.compiled import _devices
-from benchmarks.per_example import _gpt2, _models, speed
+from benchmarks.per_example import _models, speed
 
 PROGRAMS = {
-    "ordinary gradient": _gpt2.ordinary,
-    "`gcx.per_example`": _gpt2.ours,
+    "ordinary gradient": speed.ordinary,
+    "`gcx.per_example`": speed.ours,
     "Optax, `differentially_private_aggregate`": speed.aggregated,
     "jax_privacy, whole batch": speed.privacy(None),
     "jax_privacy, micro-batches of 1": speed.privacy(1),
@@ -35,8 +35,8 @@ f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=t) for t in (jnp.float
 
 
 def gpt2(tokens: int, layers: int = 12, **shape: int) -> Model:
-    params = _gpt2.gpt_shapes(layers, tokens=tokens, **shape)
-    return (lambda _, p, x: _gpt2.loss(p, x)), None, params, i32((tokens,))
+    params = _models.gpt_shapes(layers, tokens=tokens, **shape)
+    return (lambda _, p, x: _models.gpt_loss(p, x)), None, params, i32((tokens,))
 
 
 class Adapted(NamedTuple):
@@ -50,7 +50,7 @@ class Adapted(NamedTuple):
 
 def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
     """Adapters of the four matrices of each layer."""
-    base, names = _gpt2.gpt_shapes(layers, tokens=tokens), ("qkv", "out", "up", "down")
+    base, names = _models.gpt_shapes(layers, tokens=tokens), ("qkv", "out", "up", "down")
     shapes = {n: base["blocks"][0][n].shape for n in names}
     adapter = {n: (f32((a, rank)), f32((rank, b))) for n, (a, b) in shapes.items()}
 
@@ -58,14 +58,16 @@ def lora(tokens: int, layers: int = 12, rank: int = 8) -> Model:
         def adapted(p: Any, adapter: Any) -> Any:
             return p | {n: Adapted(p[n], a, b) for n, (a, b) in adapter.items()}
 
-        return _gpt2.loss(base | {"blocks": list(map(adapted, base["blocks"], adapters))}, ids)
+        return _models.gpt_loss(
+            base | {"blocks": list(map(adapted, base["blocks"], adapters))}, ids
+        )
 
     return loss, base, [adapter] * layers, i32((tokens,))
 
 
 def resnet() -> Model:
-    loss, params, _ = _models.resnet()
-    return (lambda _, p, x: loss(p, x)), None, params, (f32((32, 32, 3)), i32(()))
+    example = f32((32, 32, 3)), i32(())
+    return (lambda _, p, x: _models.resnet_loss(p, x)), None, _models.resnet_shapes(), example
 
 
 def table(rows: int = 1_000_000, width: int = 64, ids: int = 32) -> Model:

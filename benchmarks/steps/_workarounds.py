@@ -44,7 +44,7 @@ def _forms(name: str, *labels: str) -> dict[str, Replacements]:
 # Name of the workaround, the step of `_rows.ROWS` that shows it, and its alternatives.
 ALL: tuple[tuple[str, str, dict[str, Replacements]], ...] = (
     ("a guard's step", "skip_nonfinite", _forms("_loop_or_select", "cond", "loop")),
-    ("a window", "accumulate_gradients(clip)", _forms("_loop_or_cond", "cond", "loop", "select")),
+    ("a window", "accumulate_gradients(clip)", _forms("_by_size", "cond", "loop", "select")),
     ("broadcast_scalar", "clip_by_global_norm", {"scalars": {"broadcast_scalar": _not_shared}}),
     ("map_arrays", "adaptive_grad_clip", {"one by one": {"map_arrays": _one_by_one}}),
     ("fusion_barrier", "clip_by_global_norm", {"without": {"fusion_barrier": _same}}),

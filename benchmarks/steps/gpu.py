@@ -43,26 +43,24 @@ class Setting:
 
     Attributes:
         title: name of the model in the tables.
-        make: makes the model for a batch size.
-        batch: the batch size; 0 chooses one that fills the device.
+        make: makes the model.
         scanned: number of steps inside one jitted `scan`, which is timed as a whole.
     """
 
     title: str
-    make: Callable[[int], Model]
-    batch: int
+    make: Callable[[], Model]
     scanned: int = 1
 
 
 SETTINGS = (
-    Setting("GPT-2 124M", lambda batch: gpt(12, 768, 50257, batch, 1024, scan=True), 0),
-    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 512, SCANNED),
-    Setting("ResNet-50", lambda batch: resnet((3, 4, 6, 3), 64, batch, 224, 1000), 128),
+    Setting("GPT-2 124M", lambda: gpt(12, 768, 50257, 32, 1024, scan=True)),
+    Setting("PPO in a scan", ppo, SCANNED),
+    Setting("ResNet-50", lambda: resnet((3, 4, 6, 3), 64, 128, 224, 1000)),
 )
 SMALL = (
-    Setting("GPT-2 124M", lambda batch: gpt(2, 64, 512, batch, 16, scan=True), 8),
-    Setting("PPO in a scan", lambda batch: ppo(batch=batch), 16, EVERY),
-    Setting("ResNet-50", lambda batch: resnet((1,), 32, batch, 16, 10), 8),
+    Setting("GPT-2 124M", lambda: gpt(2, 64, 512, 8, 16, scan=True)),
+    Setting("PPO in a scan", lambda: ppo(batch=16), EVERY),
+    Setting("ResNet-50", lambda: resnet((1,), 32, 8, 16, 10)),
 )
 # Steps with the same counterpart stand together, and are timed together.
 STEPS = {
@@ -87,10 +85,8 @@ def groups() -> list[tuple[str, Maker, dict[str, Maker]]]:
 
 @functools.cache
 def model_of(setting: Setting) -> Model:
-    """The model, with the batch that fills the device if the setting names none."""
-    batch = setting.batch or filling_batch(setting)
-    print(f"{setting.title}: batch {batch}", flush=True)
-    return setting.make(batch)
+    """The model of a setting, made once."""
+    return setting.make()
 
 
 def compile_steps(setting: Setting) -> tuple[()]:
@@ -101,22 +97,6 @@ def compile_steps(setting: Setting) -> tuple[()]:
         makers |= {theirs: counterpart} | ours
     compiled_together({name: case_of(model, x, setting.scanned) for name, x in makers.items()})
     return ()
-
-
-def filling_batch(setting: Setting) -> int:
-    """The largest multiple of 4 with which a step needs half of the device's memory, up to 32."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 << 30)
-
-    def peak(batch: int) -> int:
-        model = setting.make(batch)
-        step = OPTAX[NOTHING](model)
-        args = (model.params, step.state(model.params), model.batch)
-        found = jax.jit(step.run, donate_argnums=(0, 1)).lower(*args).compile().memory_analysis()
-        return found.temp_size_in_bytes + found.argument_size_in_bytes
-
-    small, large = peak(4), peak(8)
-    each = max((large - small) / 4, 1)
-    return int(np.clip((limit / 2 - small) / each, 4, 32)) // 4 * 4
 
 
 def rows_of(

@@ -23,7 +23,7 @@ from benchmarks.study.problems import PROBLEMS, Problem
 from benchmarks.study.train import Choice, Result, Trainer, usual_norms
 
 FOLDER = Path(__file__).parent
-QUICK = ("fixed", "AutoClip", "StableAdamW")
+QUICK = ("fixed", "StableAdamW")
 TUNING_SEEDS = (0, 1, 2, 3, 4)
 TEST_SEEDS = tuple(tuple(range(first, first + 5)) for first in (10, 15, 20))
 

@@ -64,4 +64,4 @@ from .guarding._loss_scale import scale_loss as scale_loss
 from .monitoring._watch import last_row as last_row, watch as watch
 from .monitoring._monitor import Monitor as Monitor, incidents as incidents
 
-from ._convert import convert_state as convert_state
+from .conversion._convert_state import convert_state as convert_state

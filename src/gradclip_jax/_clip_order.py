@@ -1,75 +1,84 @@
 """Detect clips in the wrong place, from the optimizer state alone.
 
-The order of transformations in a chain is the order of their states in a tuple.
+The path of a state shows its place: states of a chain are in a tuple, in the order of their
+transformations, and the state of a transformation inside a guard is in the field `inner_state`.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from ._errors import type_error
+from ._errors import type_error, warn
 from ._states import is_own_state
-from ._types import Tree
+from ._types import Path, Tree
 
-CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
+Order: TypeAlias = Literal["before", "after", "unknown", "unrelated"]
+"""Whether a clip receives a gradient before or after a loss scale divides it."""
+
+_CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
 """How to order a clip and a loss scale."""
 
 
 def check_clip_order(state: Tree) -> None:
-    """Raise if a chain clips gradients before the loss scale divides them."""
-    if is_clip_before_scale(state):
+    """Raise if a clip receives scaled gradients, and warn if it may receive them."""
+    if _first_order(state) == "before":
         rule = "a state without a clip before the loss scale in the same chain"
-        raise type_error("state", rule, "one with a clip of scaled gradients", CLIP_INSIDE)
+        raise type_error("state", rule, "one with a clip of scaled gradients", _CLIP_INSIDE)
+    warn_of_clip_order(state)
 
 
-def is_clip_before_scale(state: Tree) -> bool:
-    """Return whether a clip in a chain is before the loss scale and receives scaled gradients."""
-    if is_own_state(state):
-        return is_clip_before_scale(getattr(state, "inner_state", ()))
-    if not _has_loss_scale(state):
-        return False
-    children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
-    if type(state) is tuple:  # a chain
-        scale = next(i for i, child in enumerate(children) if _has_loss_scale(child))
-        return any(map(_has_clip, children[:scale])) or is_clip_before_scale(children[scale])
-    if isinstance(state, Mapping):  # a named chain, whose state does not keep the order
-        others = [child for child in children if not _has_loss_scale(child)]
-        return any(map(_has_clip, others)) or any(map(is_clip_before_scale, children))
-    # `optax.partition` also has a dictionary, but its groups receive different gradients.
-    groups = [child.values() if isinstance(child, Mapping) else [child] for child in children]
-    return any(is_clip_before_scale(child) for group in groups for child in group)
+def warn_of_clip_order(state: Tree) -> None:
+    """Warn if a clip receives scaled gradients, or may receive them."""
+    order = _first_order(state)
+    if order == "before":
+        warn(f"A clip receives scaled gradients. {_CLIP_INSIDE}")
+    elif order == "unknown":
+        place = "If it comes before the loss scale in the named chain"
+        warn(f"A clip may receive scaled gradients. {place}: {_CLIP_INSIDE}")
+
+
+def _first_order(state: Tree) -> Order:
+    """Return the order of the clip that comes first; "unrelated" without one."""
+    scales = _paths(state, lambda node: is_own_state(node) and hasattr(type(node), "loss_scale"))
+    found: list[Order] = ["unrelated"]
+    for clip in _paths(state, _is_clip) if scales else ():
+        orders = {_order(clip, scale) for scale in scales}
+        found.append(next(x for x in ("after", "before", "unknown", "unrelated") if x in orders))
+    return next(x for x in ("before", "unknown", "after", "unrelated") if x in found)
+
+
+def _order(clip: Path, scale: Path) -> Order:
+    """Compare a clip with a loss scale; "unrelated" in groups of a partition."""
+    i = next(i for i, keys in enumerate(zip(clip, scale, strict=False)) if keys[0] != keys[1])
+    ours: Any = clip[i]
+    theirs: Any = scale[i]
+    if isinstance(ours, SequenceKey):  # a chain
+        return "before" if ours.idx < theirs.idx else "after"
+    if isinstance(ours, DictKey):
+        # The state of a named chain is a dictionary, too, but does not keep the order.
+        is_partition = i > 0 and clip[i - 1] == GetAttrKey("inner_states")
+        return "unrelated" if is_partition else "unknown"
+    return "after"  # inside the guard of the loss scale
 
 
 def is_only_clips(state: Tree) -> bool:
     """Return whether a state contains only clips, which may be in chains and other wrappers."""
     if hasattr(state, "inner_state"):
         return is_only_clips(state.inner_state)
-    is_chain = (type(state) is tuple or isinstance(state, Mapping)) and len(state) > 0
-    parts = state.values() if isinstance(state, Mapping) else state
-    return _is_clip(state) or (is_chain and all(map(is_only_clips, parts)))
+    parts = tuple(state.values()) if isinstance(state, Mapping) else state
+    if type(parts) is tuple:  # a chain
+        return len(parts) > 0 and all(map(is_only_clips, parts))
+    return _is_clip(parts)
+
+
+def _paths(state: Tree, is_kind: Callable[[object], bool]) -> list[Path]:
+    """Return the paths of the nodes of a state for which `is_kind` is true."""
+    nodes = jax.tree.leaves_with_path(state, is_leaf=is_kind)
+    return [path for path, node in nodes if is_kind(node)]
 
 
 def _is_clip(node: object) -> bool:
     """Return whether a node of an optimizer state belongs to a clip of this package."""
     return hasattr(type(node), "is_clip")
-
-
-def _is_loss_scale(node: object) -> bool:
-    """Return whether a node of an optimizer state is the state of a loss scale of this package."""
-    return is_own_state(node) and hasattr(type(node), "loss_scale")
-
-
-def _has_clip(state: Tree) -> bool:
-    """Return whether an optimizer state contains a clip of this package."""
-    return _contains(state, _is_clip)
-
-
-def _has_loss_scale(state: Tree) -> bool:
-    """Return whether a state contains the state of a loss scale of this package."""
-    return _contains(state, _is_loss_scale)
-
-
-def _contains(state: Tree, is_kind: Callable[[object], bool]) -> bool:
-    """Return whether `is_kind` is true for a node of a state."""
-    return any(map(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))

@@ -11,10 +11,11 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 import contextlib
 import functools
 import inspect
+import os
 import pathlib
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import jax
@@ -29,12 +30,11 @@ class ArgumentError(Exception):
 
     Attributes:
         function: Name of the public function that the user called.
-        is_named: Whether `function` is final. Enclosing public functions do not replace the name if
-            a user-defined function or the update of another transformation raised the error.
+        is_final: Whether enclosing public functions must not replace this name.
     """
 
     function: str = ""
-    is_named: bool = False
+    is_final: bool = False
 
     def __str__(self) -> str:
         return f"{self.function}: {self.args[0]}" if self.function else str(self.args[0])
@@ -59,45 +59,66 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 def warn(message: str) -> None:
     """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
     files: list[Any] = [__file__, jax.__file__, optax.__file__]
-    internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
+    internal = (contextlib.__file__, *(f"{pathlib.Path(file).parent}{os.sep}" for file in files))
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(internal):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
+@contextlib.contextmanager
+def named(function: str) -> Generator[None]:
+    """Name a part of a training step by its public function, in errors and in profiles.
+
+    Enclosing public functions, such as `apply_gradients`, do not replace the name. An error that
+    a public function inside this part raised keeps the name of that function.
+    """
+    try:
+        with jax.named_scope(function):
+            yield
+    except ArgumentError as error:
+        error.function = error.function or function
+        error.is_final = True
+        raise
+
+
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Decorate a public function so that its errors begin with its name.
 
-    Functions that it returns, and the `init` and `update` functions of a transformation that it
-    returns, are wrapped as well, so that profiles of a training step also contain the name.
+    If a public function calls another one, errors contain the name of the outer function. If it
+    returns a function or a transformation, that is a part of a training step; see `named`.
     """
     name = fun.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
     signature = inspect.signature(fun)
 
-    def wrap(result: Any) -> Any:
-        # The `update` of a guard is a callable object, which names errors itself.
-        if not isinstance(result, types.FunctionType):
-            return result
-
-        @functools.wraps(result)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with named(name):
-                return result(*args, **kwargs)
-
-        return call
-
     @functools.wraps(fun)
-    @named(name, in_step=False)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            _check_names(signature.parameters.values(), args, kwargs)
-        result = fun(*args, **kwargs)
+            _check_names(signature, args, kwargs)
+            result = fun(*args, **kwargs)
+        except ArgumentError as error:
+            if not error.is_final:
+                error.function = name
+            raise
         if isinstance(result, optax.GradientTransformation):
-            return type(result)(*map(wrap, result))
-        return wrap(result) if callable(result) else result
+            return type(result)(*[_part_of_step(name, x) for x in result])
+        return _part_of_step(name, result)
+
+    return call
+
+
+def _part_of_step(name: str, result: Any) -> Any:
+    """Wrap a Python function in `named`; return other objects unchanged.
+
+    The `update` of a guard is a callable object, not a function. It names its errors itself.
+    """
+    if not isinstance(result, types.FunctionType):
+        return result
+
+    @functools.wraps(result)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with named(name):
+            return result(*args, **kwargs)
 
     return call
 
@@ -114,10 +135,13 @@ _OTHER_NAMES: Final = {
 
 
 def _check_names(
-    parameters: Iterable[inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise an error that suggests the right name if an argument does not exist."""
-    kinds = {x.name: x.kind for x in parameters}
+    with contextlib.suppress(TypeError):
+        signature.bind(*args, **kwargs)
+        return
+    kinds = {x.name: x.kind for x in signature.parameters.values()}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & {*kinds.values()}:
         return
     keyword_only = [x for x, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
@@ -130,21 +154,3 @@ def _check_names(
         names = " or ".join(f"`{x}=`" for x in keyword_only)
         got = f"{len(args)} positional arguments"
         raise type_error(keyword_only[0], "passed by name", got, f"Pass {names}.")
-
-
-@contextlib.contextmanager
-def named(function: str, *, in_step: bool = True) -> Generator[None]:
-    """Context manager or decorator that adds the name of a public function to errors.
-
-    Use `in_step` for code inside a training step. Profiles then contain the name as well, and
-    enclosing public functions such as `apply_gradients` do not replace the name in errors.
-    """
-    try:
-        with jax.named_scope(function) if in_step else contextlib.nullcontext():
-            yield
-    except ArgumentError as error:
-        if not error.is_named:
-            if not (in_step and error.function):  # keep the name of an inner public function
-                error.function = function
-            error.is_named = in_step
-        raise

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._checks import check_optimizer_state
-from ._clip_order import CLIP_INSIDE, is_clip_before_scale
-from ._errors import public, warn
+from ._clip_order import warn_of_clip_order
+from ._errors import public
 from ._states import own_states, plain_arrays
 from ._types import Array, Path, Tree
 
@@ -74,8 +74,8 @@ def metrics(state: Tree) -> dict[str, Array]:
     entries: dict[str, list[tuple[Path, Array]]] = {}
     for path, name, value in own_metrics(plain_arrays(state)):
         entries.setdefault(name, []).append((path, value))
-    if "loss_scale" in entries and is_clip_before_scale(state):
-        warn(f"A clip receives scaled gradients. {CLIP_INSIDE}")
+    if "loss_scale" in entries:
+        warn_of_clip_order(state)
     out: dict[str, Array] = {}
     for name, found in entries.items():
         out |= _outermost_norms(found) if name == "grad_norm" else _keyed_by_path(name, found)

@@ -3,13 +3,19 @@
 A step that rarely runs, such as the optimizer step of an accumulation, is the body of a
 `while_loop` with zero or one iterations, because XLA updates the carry of a loop in place.
 `lax.cond` copies the carry: a skipped AdamW step moves 14 N more bytes for N bytes of parameters.
-On CUDA, small carries use `lax.cond`: the copy is cheap, and XLA executes it in a CUDA graph,
-whereas the host waits for the predicate of a loop (openxla/xla#23427). Micro-steps of ResNet-50
-with AdamW take 49.5 ms instead of 54.6 ms. With 124 M parameters, both take 167 ms (JAX 0.11.2,
-H100). `jnp.where` always computes the step, whose cost depends on the optimizer; with ResNet-50 and
-AdamW, it takes 51.8 ms.
+On CUDA, the host waits for the predicate of a loop (openxla/xla#23427), and the form depends on the
+size of the carry:
 
-A step that likely runs, such as the optimizer step of a guard, is also a loop on CPU, where a
+| carry with AdamW | form | milliseconds of a micro-step with select, cond and loop (JAX 0.11.2) |
+| --- | --- | --- |
+| PPO, 0.04 M elements | select | 0.084, 0.096 (H100); 0.086, 0.097, 0.096 (H200) |
+| ResNet-50, 102 M elements | cond | 51.8, 49.5, 54.6 (H100) |
+| GPT-2, 497 M elements | loop | 168.4, 166.8, 167.4 (H100) |
+
+A selection always computes the step. For PPO, it needs 61 kernels on an H100, and `lax.cond` needs
+149, most of which copy an array of the carry (JAX 0.10.2). XLA executes `lax.cond` in a CUDA graph.
+
+A step that is likely to run, such as the optimizer step of a guard, is also a loop on CPU, where a
 skipped step costs nothing. On GPU and TPU the step is always computed and its result is selected.
 For PPO on an H100, `lax.cond` would take 27 % more time, and a loop 57 % (JAX 0.11.2).
 """
@@ -31,6 +37,9 @@ from .norms._mesh import check_equal_on_devices, reshard_like, varying_axes, zer
 
 Flag: TypeAlias = Array | bool
 """A bool[] array, or a Python bool, which is known at trace time and needs no branch."""
+
+_MAX_SELECTED_SIZE: Final = 2**18
+"""Largest number of elements of a carry for which CUDA always computes the step."""
 
 _MAX_COPIED_SIZE: Final = 2**27
 """Largest number of elements of a carry that is copied on CUDA, so that the host does not wait."""
@@ -84,7 +93,7 @@ def run_step(
         return start
     for x, kind in zip(*map(jax.tree.leaves, (carry, after)), strict=True):
         check_equal_on_devices("updates", kind, varying_axes(x), "grads")
-    return _run(_loop_or_select if likely else _loop_or_cond, bound, bound, predicate, start)
+    return _run(_loop_or_select if likely else _by_size, bound, bound, predicate, start)
 
 
 def compute_step(
@@ -180,7 +189,9 @@ def _loop_or_select(run: Callable[[Tree], Tree], predicate: Array, start: Tree) 
     return lax.platform_dependent(run, predicate, start, cpu=_loop, default=_select)
 
 
-def _loop_or_cond(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
-    is_small = sum(x.size for x in jax.tree.leaves(start)) <= _MAX_COPIED_SIZE
-    on_cuda = _cond if is_small else _loop
+def _by_size(run: Callable[[Tree], Tree], predicate: Array, start: Tree) -> Tree:
+    size = sum(x.size for x in jax.tree.leaves(start))
+    on_cuda = _cond if size <= _MAX_COPIED_SIZE else _loop
+    if size <= _MAX_SELECTED_SIZE:
+        on_cuda = _select
     return lax.platform_dependent(run, predicate, start, cuda=on_cuda, default=_loop)

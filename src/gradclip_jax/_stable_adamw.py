@@ -16,11 +16,12 @@ from ._checks import (
     check_number,
     check_params,
     check_state,
+    is_float0,
 )
 from ._errors import public
 from ._states import increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
-from .norms._leaves import checked_leaves, flatten, is_inexact, wide_dtype
+from .norms._leaves import checked_leaves, is_inexact, wide_dtype
 from .norms._mesh import check_axis_name, num_devices, shard_axes
 from .norms._reduce import norm_of_leaves
 
@@ -111,7 +112,7 @@ def stable_adamw(
     def update(
         updates: Tree, state: Tree, params: Tree | None = None
     ) -> tuple[Tree, StableAdamWState]:
-        grads = checked_leaves("updates", updates, real=True)
+        checked_leaves("updates", updates, real=True)
         check_state(state, StableAdamWState, "step_count")
         check_params(updates, params)
         count = increment_where(state.step_count)
@@ -121,6 +122,9 @@ def stable_adamw(
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
         def step(grad: Array, mu: Array, nu: Array, param: Array) -> _LeafStep:
+            if is_float0(grad):
+                return _LeafStep(grad, mu, nu)
+            grad, mu, nu, param = map(jnp.asarray, (grad, mu, nu, param))
             dtype = nu.dtype
             wide, d1, d2 = (x.astype(dtype) for x in (grad, *decays))
             mu = d1 * mu + (1 - d1) * wide
@@ -132,12 +136,16 @@ def stable_adamw(
             update = -rate / jnp.maximum(1, _rms(ratio, axis_name) / clipping) * direction
             return _LeafStep(update.astype(grad.dtype), mu, nu)
 
-        mu, nu = flatten(state.mu), flatten(state.nu)
-        steps = list(map(step, grads.arrays, mu.arrays, nu.arrays, grads.leaves_like(params)))
-        new_mu, new_nu = mu.replace([x.mu for x in steps]), nu.replace([x.nu for x in steps])
-        return grads.replace([x.update for x in steps]), StableAdamWState(count, new_mu, new_nu)
+        steps = jax.tree.map(step, updates, state.mu, state.nu, params)
+        parts = [jax.tree.map(lambda x, i=i: x[i], steps, is_leaf=_is_leaf_step) for i in range(3)]
+        return parts[0], StableAdamWState(count, *parts[1:])
 
     return optax.GradientTransformation(init, update)
+
+
+def _is_leaf_step(node: object) -> bool:
+    """Return whether a node is the result of the step of one leaf."""
+    return isinstance(node, _LeafStep)
 
 
 def _zero_moment(param: Array) -> Array:

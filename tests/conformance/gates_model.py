@@ -101,7 +101,7 @@ class Chain:
 class Guard:
     def __init__(self, kind="spikes", check="gradient", mask=None, norm=np.inf, loss=np.inf):
         self.kind, self.check, self.mask, self.norm, self.loss = kind, check, mask, norm, loss
-        self.skips = {"nonfinite": 0, "large_norm": 0, "large_loss": 0}
+        self.skips = {"nonfinite": 0, "large_norm": 0, "large_loss": 0, "other": 0}
         self.scale, self.good, self.has_failed = 8.0, 0, False  # of a loss scale
 
     def receive(self, grads):
@@ -110,6 +110,8 @@ class Guard:
 
     def cause(self, grads, value, weight=1.0):
         """The cause of a skip, or None."""
+        if self.kind == "if":  # a function of the norm
+            return "other" if norm(grads) > self.norm else None
         scalars = [] if self.kind == "spikes" else [weight]
         if value is not None and (self.kind != "spikes" or self.loss < np.inf):
             scalars.append(value)
@@ -119,6 +121,11 @@ class Guard:
         if norm(grads) > self.norm:
             return "large_norm"
         return "large_loss" if value is not None and value > self.loss else None
+
+    def cause_of_window(self, grads):
+        """The cause for which a guard around the accumulation rejects a window, or None."""
+        is_checked = self.check == "gradient" and self.kind != "spikes"
+        return self.cause(grads, None) if is_checked else None
 
     def skip(self, cause):
         self.skips[cause] += 1
@@ -144,7 +151,8 @@ class Accumulation:
         self.mini_step += 1
         self.sum = self.sum or zeros(grads)
         if weight != 0:  # a micro-batch of weight 0 may be NaN
-            self.sum = {k: s + weight * grads[k] for k, s in self.sum.items()}
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.sum = {k: s + weight * grads[k] for k, s in self.sum.items()}
             self.weight += weight
             self.value = None if value is None else self.value + weight * value
 
@@ -227,10 +235,10 @@ class Stack:
         if grads is None:
             acc.empty += 1
             return None
-        checking = [g for g in self.outer if g.check == "gradient" and g.kind != "spikes"]
-        if checking and (not is_finite(grads) or norm(grads) > OVERFLOW):
-            checking[0].skip("nonfinite")
-            return None
+        for guard in self.outer:
+            if cause := guard.cause_of_window(grads):
+                guard.skip(cause)
+                return None
         for guard in self.within:
             grads = guard.receive(grads)
             if cause := guard.cause(grads, value):

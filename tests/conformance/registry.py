@@ -23,8 +23,6 @@ class Row:
     Attributes:
         make: makes it; may take `axis_name`, for mapped axes that types do not name.
         around: makes it around another transformation, if it is a wrapper.
-        bound: unit of the norm ("tree", "leaf" or "column") and what bounds it after clipping: a
-            number, or the metric that reports it. None if no norm is bounded.
         is_identity_below: whether an update that needs no clipping is returned bit for bit.
         reads_state: whether an update depends on the state.
         recovers: whether a step that is not finite leaves the state finite.
@@ -35,7 +33,6 @@ class Row:
 
     make: Callable[..., Any]
     around: Callable[[Any], Any] | None = None
-    bound: tuple[str, float | str] | None = None
     is_identity_below: bool = True
     reads_state: bool = True
     recovers: bool = True
@@ -57,7 +54,6 @@ def _group(tree: Any) -> Any:
 
 
 fixed = partial(Row, reads_state=False)
-learned = partial(Row, bound=("tree", "clip_threshold"))
 optimizer = partial(Row, is_identity_below=False)
 
 
@@ -69,24 +65,19 @@ def wrapper(function: Callable[..., Any], scratch: float = 1.1, **arguments: Any
 TRANSFORMATIONS: dict[str, Row] = {
     "clip_by_value": fixed(partial(gcx.clip_by_value, 0.5, min_value=-1.0)),
     "clip_by_norm": fixed(partial(gcx.clip_by_norm, 100.0, granularity="leaf", reaction="zero")),
-    "clip_by_global_norm": fixed(partial(gcx.clip_by_global_norm, 1.0), bound=("tree", 1.0)),
-    "clip_by_leaf_norm": fixed(partial(gcx.clip_by_leaf_norm, 1.0), bound=("leaf", 1.0)),
-    "clip_by_group_norm": fixed(
-        partial(gcx.clip_by_group_norm, {"a": 1.0}, _group), bound=("tree", 1.0)
-    ),
-    "clip_by_block_rms": fixed(
-        partial(gcx.clip_by_block_rms, 0.5), bound=("leaf", 0.5 * (64 * 8) ** 0.5)
-    ),
+    "clip_by_global_norm": fixed(partial(gcx.clip_by_global_norm, 1.0)),
+    "clip_by_leaf_norm": fixed(partial(gcx.clip_by_leaf_norm, 1.0)),
+    "clip_by_group_norm": fixed(partial(gcx.clip_by_group_norm, {"a": 1.0}, _group)),
+    "clip_by_block_rms": fixed(partial(gcx.clip_by_block_rms, 0.5)),
     # Its units, the columns of a matrix, must not be spread over devices.
     "adaptive_grad_clip": fixed(
         lambda: gcx.adaptive_grad_clip(0.1),
-        bound=("column", 0.1),
         split_axis=1,
         scratch=2.1 if OLD_XLA else 1.1,
     ),
-    "autoclip": learned(partial(gcx.autoclip, window=8)),
-    "zclip": learned(partial(gcx.zclip, warmup_steps=2)),
-    "adagc": Row(partial(gcx.adagc, warmup_steps=2), bound=("leaf", "clip_threshold")),
+    "autoclip": Row(partial(gcx.autoclip, window=8)),
+    "zclip": Row(partial(gcx.zclip, warmup_steps=2)),
+    "adagc": Row(partial(gcx.adagc, warmup_steps=2)),
     # Like Adam it keeps a bad value; its docstring says to wrap it.
     "stable_adamw": optimizer(
         partial(gcx.stable_adamw, 0.1), recovers=False, scratch=2.3 if OLD_XLA else 1.3

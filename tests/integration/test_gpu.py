@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import gradclip_jax as gcx
 import oracles
@@ -39,16 +38,13 @@ def test_norms_are_right_at_both_ends_of_the_range(dtype):
         np.testing.assert_allclose(norms(tree), exact, rtol=1e-6)
 
 
-def jitted(tx, **options):
+def steps(tx):
+    """A jitted step with donated parameters and state."""
+
     def step(params, state, grads):
         return gcx.apply_gradients(tx, grads, state, params)
 
-    return jax.jit(step, **options)
-
-
-def steps(tx):
-    """A jitted step with donated parameters and state."""
-    return jitted(tx, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 WRAPPERS = {
@@ -94,16 +90,6 @@ def test_a_step_runs_in_place(name):
     size = sum(x.nbytes for x in jax.tree.leaves(ones()))
     assert memory.temp_size_in_bytes <= (4.1 if name == "both" else 0.1) * size + 65536
     assert memory.alias_size_in_bytes >= 3 * size  # parameters and both moments
-
-
-def test_shard_map_on_one_device_equals_no_shard_map():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    tx = gcx.skip_nonfinite(optax.chain(gcx.clip_by_global_norm(1.0), optax.adam(0.1)))
-    spec, step = PartitionSpec(), jitted(tx)
-    inside = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))
-    args = ones(), tx.init(ones()), jax.tree.map(lambda x: 3 * x, ones())
-    expected, got = step(*args), inside(*args)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, expected)
 
 
 def transfers(step, args, folder):

@@ -94,4 +94,6 @@ def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     namespace = {"__name__": path.stem}
     for cell in code_cells(notebook):
         source = re.sub(r"^%.*", "", cell.source, flags=re.MULTILINE)  # magics of IPython
+        source = source.replace("SEEDS = 8", "SEEDS = 1")  # the numbers are not compared
+        source = re.sub(r", compiler_options=\{.*?\}", "", source)
         exec(compile(source, str(path), "exec"), namespace)

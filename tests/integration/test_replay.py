@@ -1,15 +1,11 @@
-"""The recovery example: bad stretches are left out, a kill loses nothing, and a hopeless run stops."""
+"""The recovery example: bad stretches are left out, and a hopeless run stops."""
 
 import re
-import subprocess
-import sys
-import time
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from files import ROOT, environment, load, python
+from files import ROOT, load, python
 
 pytestmark = pytest.mark.slow
 
@@ -52,29 +48,3 @@ def test_a_learning_rate_that_is_too_high_stops_the_run_with_that_reason(tmp_pat
 def test_a_clean_run_is_not_rewound(tmp_path, example):
     _, monitor = example.train(tmp_path, 0, steps=1000)
     assert monitor.report.batch_ids == [] and monitor.report.good_step > 900
-
-
-KILLED = """
-import pathlib, sys, replay
-params, _ = replay.train(pathlib.Path(sys.argv[1]), 0, range(100, 120), steps=200)
-print(replay.test_loss(params))
-"""
-
-
-def test_a_run_that_is_killed_loses_no_good_checkpoint(tmp_path, example):
-    rng, good = np.random.default_rng(0), -1
-    for _ in range(2):
-        command = [sys.executable, "-c", KILLED, str(tmp_path)]
-        options = {"env": environment(1), "cwd": EXAMPLE.parent, "text": True}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
-        saves = 0
-        for line in process.stdout:
-            saves += line.startswith("saving")
-            if saves == rng.integers(1, 4):
-                time.sleep(rng.exponential(0.03))  # in a save, or after it
-                process.kill()
-        process.communicate()
-        checkpoints = example.Checkpoints(tmp_path / "checkpoints")
-        assert min(checkpoints.all_steps()) >= good
-        good = min(checkpoints.all_steps())
-        checkpoints.close()

@@ -1,4 +1,4 @@
-"""The recovery example is killed at random points: it loses no decision, and its log stays valid."""
+"""The recovery example is killed at random points: it loses no decision and no good checkpoint."""
 
 import os
 import re
@@ -59,9 +59,9 @@ def cut_last_line(path, rng):
         path.write_bytes(text[: rng.integers(start, len(text))])
 
 
-def test_a_run_that_is_killed_keeps_its_lowered_learning_rate(tmp_path):
+def test_a_run_that_is_killed_keeps_its_lowered_learning_rate_and_its_good_checkpoint(tmp_path):
     example, rng = load(EXAMPLE), np.random.default_rng(int(os.environ.get("SEED", "0")))
-    params, lowers, num_resumed_lower, runs = example.init(0), 0, 0, 0
+    params, lowers, num_resumed_lower, runs, good = example.init(0), 0, 0, 0, 0
     folder = tmp_path / "0"
     folder.mkdir()
     for kill in range(NUM_KILLS):
@@ -80,8 +80,12 @@ def test_a_run_that_is_killed_keeps_its_lowered_learning_rate(tmp_path):
         if log.exists():  # the log can be continued
             monitor = gcx.Monitor(params, log=log, resume=True)
             assert monitor.report.num_lowers >= lowers
+        checkpoints = example.Checkpoints(folder / "checkpoints")
+        assert min(checkpoints.all_steps(), default=good) >= good  # older ones have been deleted
+        good = min(checkpoints.all_steps(), default=good)
+        checkpoints.close()
         if "stopped\n" in lines:
-            runs, lowers = runs + 1, 0
+            runs, lowers, good = runs + 1, 0, 0
             folder = tmp_path / str(runs)
             folder.mkdir()
     assert num_resumed_lower  # otherwise, nothing was tested

@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from files import ROOT, python
+
 # The folder of an annex, other files that consist of it, and its names in tests of other folders.
 ANNEXES = {
     "monitoring": (("taps.py", "__main__.py"), r"watch|Monitor|taps|incidents|last_row|plot_log"),
@@ -41,11 +40,8 @@ def delete(annex, package):
 def run(folder, *args):
     """Run Python in a copy of the project, and return what it prints."""
     path = f"{folder / 'src'}{os.pathsep}{folder}"
-    environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    result = subprocess.run([sys.executable, *args], **options)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    return result.stdout
+    variables = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return python(*args, cwd=folder, env=os.environ | variables)
 
 
 @pytest.mark.slow

@@ -60,10 +60,8 @@ ROWS = [
     ("global_norm", lambda f: f([jnp.zeros((), int)] * 8), TypeError, "tree", "tree[4]"),
     ("global_norm", lambda f: jax.jit(lambda p: f(GRADS, ord=p))(2.0), TypeError, "ord"),
     ("clip_grad_norm", lambda f: f({"n": jnp.arange(3)}, 1.0), TypeError, "grads", "grads['n']"),
-    ("clip_cotangent", lambda f: f(W, 1.0, axis=2), ValueError, "axis"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(2, 2), ONES(4, 1)), ValueError, "max_logits"),
     ("qk_clip", lambda f: f(ONES(4, 2), ONES(3, 2), ONES(4)), ValueError, "key"),
-    ("stable_adamw", lambda f: f(1e-3).update(W, f(1e-3).init(W)), ValueError, "params"),
     ("stable_adamw", lambda f: updated(f(1e-3), {"w": W, "b": COMPLEX}), TypeError, "updates", "updates['b']"),
     ("qk_clip", lambda f: f(np.ones((4, 2), int), ONES(2, 2), ONES(4)), TypeError, "query"),
     ("qk_clip", lambda f: f({"a": ONES(4, 2), "b": ONES(2, 2)}, ONES(2, 2), ONES(4)), ValueError, "query", "query['b']"),
@@ -80,13 +78,10 @@ ROWS = [
     ("clip_by_leaf_norm", lambda f: updated(f(1.0, num_layer_axes={"x": 1})), TypeError, "num_layer_axes"),
     ("clip_by_leaf_norm", lambda f: f({"w": 1.0, "b": 1.0}), TypeError, "max_norm", "clip_by_group_norm"),
     ("clip_by_group_norm", lambda f: f({"a": -1.0}, {"w": "a", "b": "b"}), ValueError, "max_norms", "['a']"),
-    ("clip_by_group_norm", lambda f: f([1.0], "a"), TypeError, "max_norms"),
     ("clip_by_group_norm", lambda f: updated(f({"a": 1.0, "head": 1.0}, "a")), ValueError, "max_norms", "'head'"),
-    ("adaptive_grad_clip", lambda f: f(0.1).update(GRADS, f(0.1).init(GRADS), None), ValueError, "params"),
     ("adaptive_grad_clip", lambda f: f(axis=(0, -2)).update({"w": W}, None, {"w": W}), ValueError, "axis", "updates['w']"),
     ("adaptive_grad_clip", lambda f: f().update(GRADS, None, {**GRADS, "w": ONES(2, 5)}), TypeError, "updates", "updates['w']"),
     ("adaptive_grad_clip", lambda f: f().update({"b": GRADS["b"]}, None, GRADS), TypeError, "updates", "params['w']"),
-    ("clip_by_value", lambda f: f(1.0, min_value=1.0), ValueError, "min_value"),
     ("autoclip", lambda f: optax.inject_hyperparams(f)(50.0, 8).init(W), TypeError, "window"),
     ("autoclip", lambda f: f().update(W, gcx.zclip().init(W)), TypeError, "state"),
     ("clip_by_group_norm", lambda f: f({"a": 1.0, "b": gcx.thresholds.ema()}, ["a", "b"]).update([W, W], None), TypeError, "state"),
@@ -94,64 +89,43 @@ ROWS = [
     ("accumulate_gradients", lambda f: f(optax.chain(gcx.clip_by_value(1.0), f(SGD, 2)), 3).init(GRADS), TypeError, "inner"),
     ("accumulate_gradients", lambda f: f(SGD, lambda step: 0).init(GRADS), ValueError, "every"),
     ("accumulate_gradients", lambda f: f(SGD, 2).update({"a": [W]}, f(SGD, 2).init({"a": (W,)}), {"a": (W,)}), TypeError, "updates"),
-    ("accumulate_gradients", lambda f: step(f(SGD, 2), weight=1j), TypeError, "weight"),
-    ("accumulate_gradients", lambda f: step(f(SGD, 2), weight=-1), ValueError, "weight"),
-    ("accumulate_gradients", lambda f: step(f(SGD, 2), flush=np.array([True])), TypeError, "flush"),
-    ("round_stochastically", lambda f: f().update(GRADS, f().init(GRADS)), ValueError, "params"),
     ("round_stochastically", lambda f: f().update(GRADS, f().init(GRADS), HALF), TypeError, "params", "params['w']"),
     ("skip_nonfinite", lambda f: f(gcx.accumulate_gradients(gcx.dynamic_loss_scale(SGD), 2)).init(W), TypeError, "inner"),
-    ("microbatched_value_and_grad", lambda f: f(jnp.sum, 4, num_real_microbatches=5), ValueError, "num_real_microbatches"),
     ("microbatched_value_and_grad", lambda f: jax.jit(lambda n: f(loss_of_all, n))(2), TypeError, "num_microbatches"),
     ("microbatched_value_and_grad", lambda f: f(loss_of_all, 2, aux_reduction={"a": "maen"}), ValueError, "aux_reduction"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: 10), 2, has_aux=True)(1.0, ONES(4)), TypeError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(with_aux(lambda x: x.reshape(-1, 2).sum(1)), 2, has_aux=True, aux_reduction="concatenate")(1.0, ONES(8)), TypeError, "aux_reduction", "aux['t']"),
     ("microbatched_value_and_grad", lambda f: f(loss_of_all, 4)(1.0, {"a": ONES(8), "b": ONES(9)}), ValueError, "batch", "args[1]['b']"),
     ("microbatched_value_and_grad", lambda f: f(loss_of_all, 2)(1.0, x=ONES(4)), TypeError, "args"),
-    ("microbatched_value_and_grad", lambda f: f(loss_of_all, 2, rng_argnums=None)(1.0, ONES(4)), TypeError, "rng_argnums"),
     ("skip_if", lambda f: step(f(SGD, gcx.SkipRule(lambda p: 0.0, lambda *a: (False, ()), lambda *a: ONES(3)))), TypeError, "predicate"),
     ("skip_if", lambda f: step(f(SGD, gcx.SkipRule(lambda p: jnp.int32(0), lambda *a: (False, ()), lambda *a: 0.5))), TypeError, "predicate"),
     ("clip_by_global_norm", lambda f: step(f(gcx.thresholds.Rule(lambda n: jnp.int32(0), lambda n, s, p: (n, s + 0.5)))), TypeError, "max_norm"),
     ("microbatched_value_and_grad", lambda f: f(lambda p, x: (p, x), 2)(1.0, ONES(4)), TypeError, "fun"),
     ("microbatched_value_and_grad", lambda f: f(lambda p, x: (p, x), 2, has_weight=True)(1.0, ONES(4)), TypeError, "weight"),
-    ("has_updated", lambda f: f(gcx.accumulate_gradients(SGD, 2)), TypeError, "state"),
     ("skip_spikes", lambda f: step(gcx.skip_nonfinite(f(SGD, loss=4.0))), TypeError, "value"),
     ("skip_nonfinite", lambda f: step(f(SGD), {"a": None, "b": W}, {"a": W, "b": W}), TypeError, "updates", "eqx.filter"),
     ("combine_norms", lambda f: f([3]), TypeError, "norms", "norms[0]"),
     ("skip_spikes", lambda f: updated(f(SGD, norm=lambda step: "1")), TypeError, "norm"),
     ("skip_spikes", lambda f: f(SGD, norm=gcx.thresholds.relative_to_params()), ValueError, "norm"),
     ("skip_spikes", lambda f: f(SGD), ValueError, "norm"),
-    ("skip_nonfinite", lambda f: step(f(SGD), value=ONES(3)), TypeError, "value"),
-    ("skip_nonfinite", lambda f: f(SGD, axis_name=()), ValueError, "axis_name"),
-    ("dynamic_loss_scale", lambda f: f(SGD, axis_name=()), ValueError, "axis_name"),
-    ("skip_spikes", lambda f: f(SGD, norm=1.0, axis_name=()), ValueError, "axis_name"),
     ("skip_spikes", lambda f: f(SGD, loss=1.0).update(W, f(SGD, loss=1.0).init(W)), TypeError, "value"),
     ("skip_spikes", lambda f: f(SGD, loss=1.0).update(W, f(SGD, loss=1.0).init(W), value=ONES(3)), TypeError, "value"),
     ("skip_spikes", lambda f: f(SGD, loss=gcx.thresholds.relative_to_params()), ValueError, "loss"),
     ("skip_spikes", lambda f: f(gcx.dynamic_loss_scale(SGD), loss=1.0).init(W), TypeError, "inner"),
     ("dynamic_loss_scale", lambda f: f(f(SGD)).init(W), TypeError, "inner"),
-    ("dynamic_loss_scale", lambda f: f(SGD, init_scale=0.5), ValueError, "init_scale"),
     ("scale_loss", lambda f: f((LOSS_SCALE, LOSS_SCALE), 1.0), TypeError, "state"),
-    ("metrics", lambda f: f(gcx.clip_by_global_norm(1.0)), TypeError, "state"),
-    ("raise_if_failed", lambda f: f(gcx.skip_nonfinite(SGD)), TypeError, "state"),
     ("convert_state", lambda f: f(optax.chain(ADAM, optax.trace(0.9)), ADAM.init(W), W), TypeError, "state"),
     ("convert_state", lambda f: f(SGD, types.SimpleNamespace(opt_state=SGD.init(W)), W), TypeError, "state", "`.opt_state`"),
     ("convert_state", lambda f: f(ADAM, ADAM.init({**GRADS, "b": W}), GRADS), TypeError, "params", "state[0].mu['b']"),
     ("convert_state", lambda f: f(gcx.accumulate_gradients(SGD, 2), MULTI_STEPS.init({"w": W}), GRADS), TypeError, "state", "state.acc_grads"),
     ("convert_state", lambda f: f(SGD, MULTI_STEPS.update(W, MULTI_STEPS.init(W))[1], W), ValueError, "state", "state.mini_step"),
-    ("diagnostics.verify_step", lambda f: f(W, W), TypeError, "step"),
     ("diagnostics.suggest_max_norm", lambda f: f([0.0, 0.0]), ValueError, "norms"),
-    ("watch", lambda f: f(SGD, of="gradient"), TypeError, "of"),
-    ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init(GRADS)), ValueError, "params"),
-    ("watch", lambda f: step(f(SGD), GRADS, GRADS, value=ONES(2)), TypeError, "value"),
     ("watch", lambda f: step(f(SGD), batch_id=np.int64(2**31)), ValueError, "batch_id"),
     ("watch", lambda f: f(SGD, taps=ONES(3)).init(GRADS), ValueError, "taps"),
     ("watch", lambda f: step(f(SGD, taps={"a": PROBE}), taps={"b": PROBE}), ValueError, "taps"),
     ("watch", lambda f: f(SGD).update(GRADS, f(SGD).init({"w": W}), GRADS), ValueError, "state"),
     ("watch", lambda f: f(SGD, trainable={"w": 1}), TypeError, "trainable", "trainable['w']"),
-    ("last_row", lambda f: f(SGD.init(GRADS)), TypeError, "state"),
-    ("diagnostics.read_log", lambda f: f([]), ValueError, "log"),
     ("diagnostics.read_log", lambda f: f([{"g/loss": 1.0, "d/loss": 1.0}]), ValueError, "log", "prefix='d/'"),
-    ("diagnostics.noise_scale", lambda f: f(1.0, 2.0, 32, 8), ValueError, "small_batch"),
     ("diagnostics.plot_log", lambda f: f([]), ValueError, "log"),
     ("diagnostics.plot_log", lambda f: f([{"accuracy": 1.0}]), ValueError, "log"),
     ("per_example.value_and_grad", lambda f: f(loss_of_one, 1.0, param_labels="all"), TypeError, "max_norm"),
@@ -161,7 +135,6 @@ ROWS = [
     ("per_example.value_and_grad", lambda f: f(lambda p, x: (0.0, x), 1.0, has_weight=True)(W, EXAMPLES), TypeError, "fun"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"key": jax.random.key(0), "x": ONES(3, 2)}), ValueError, "batch", "args[1]['key']", "leading batch axis", "jax.random.split"),
     ("per_example.norms", lambda f: f(lambda p, e: 0.0)(1.0, {"x": ONES(3, 2), "y": ONES(2)}), ValueError, "batch", "args[1]['x']", "args[1]['y']"),
-    ("taps.tap", lambda f: f(COMPLEX, PROBE), TypeError, "x"),
     ("taps.metrics", lambda f: f({"a": jnp.zeros(3)}), ValueError, "stats", "stats['a']"),
 ]
 # fmt: on
@@ -215,7 +188,7 @@ ACCEPTED = [
     ("a function that runs later", {"lambda:", "optax.adam"}, r"Monitor (policy|log)"),
     ("a function without arguments", {"lambda:"}, r"diagnostics.verify_step step"),
     ("bools", {"True"}, r".* (rms|resume|rewind_on_rise|uses_params|allow_negative|counts_nonfinite|is_group|trainable)"),
-    ("strings", {"''", "'other'"}, r"diagnostics.read_log prefix|thresholds.Rule name"),
+    ("strings", {"''", "'other'"}, r"diagnostics.read_log prefix|(thresholds.Rule|SkipRule) name"),
     ("a new file", {"'other'"}, r"Monitor log"),
     ("floating-point trees; a tree may have no leaves", FLOATS | EMPTY | ARRAYS, r".*(global_norm|leaf_norms) tree|clip_grad\S+ grads"),
     ("complex trees", {"1j"}, r".*(global_norm|leaf_norms) tree|clip_grad_norm grads"),
@@ -313,10 +286,16 @@ TRANSFORMATIONS = {
 
 
 def update_of(tx, has_extra_args):
+    def update_with_extra_args(updates, state, params, value, loss, weight, flush):
+        def update(updates):
+            extra_args = {"value": value, "loss": loss, "weight": weight, "flush": flush}
+            return tx.update(updates, state, params, **extra_args)
+
+        # A call outside of `jit` takes a second for `watch`.
+        return jax.eval_shape(update, updates) if updates is GRADS else update(updates)
+
     if has_extra_args:
-        return lambda updates, state, params, value, loss, weight, flush: tx.update(
-            updates, state, params, value=value, loss=loss, weight=weight, flush=flush
-        )
+        return update_with_extra_args
     return lambda updates, state, params: tx.update(updates, state, params)
 
 

@@ -47,10 +47,6 @@ PAIRS = {
     ),
     "window": (multi_steps(CLIPPED, EVERY), accumulate(CLIPPED, EVERY)),
     "guard": (optax.apply_if_finite(CLIPPED, 9), gcx.skip_nonfinite(CLIPPED)),
-    "guard in a window": (
-        multi_steps(optax.apply_if_finite(CLIPPED, 9), EVERY),
-        accumulate(gcx.skip_nonfinite(CLIPPED), EVERY),
-    ),
     "guard around a window": (
         multi_steps(CLIPPED, EVERY, should_skip_update_fn=optax.skip_not_finite),
         gcx.skip_nonfinite(accumulate(CLIPPED, EVERY)),
@@ -299,3 +295,59 @@ def test_histories_of_thresholds_of_the_version_without_names_of_rules_are_kept(
         guards=(guard._replace(rule_state=spikes),),
     )
     chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)
+
+
+def test_the_state_of_a_skip_rule_of_the_version_without_names_of_rules_is_kept():
+    rule = gcx.SkipRule(lambda _: jnp.int32(0), lambda *_: (False, ()), lambda n, *_: n + 1)
+    tx = gcx.skip_if(optax.adam(0.1), rule)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    guard = state.guards[0]
+    old = state._replace(guards=(guard._replace(rule_state=guard.rule_state[rule.name]),))
+    chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)
+
+
+rules = gcx.thresholds
+
+
+def last_norm():
+    return rules.Rule(jnp.zeros_like, lambda norm, last, _: (2 * last + 1, norm))
+
+
+def count_steps():
+    return rules.Rule(jnp.zeros_like, lambda norm, count, _: (9 - count, count + 1))
+
+
+SAME_SHAPES = {
+    "own": (last_norm(), rules.quantile()),
+    "two of one's own": (last_norm(), count_steps()),
+    "percentile": (rules.percentile(50.0, window=8), rules.mean_std(window=8, warmup_steps=2)),
+}
+
+
+OWNERS = {
+    "clip_threshold": gcx.clip_by_global_norm,
+    "skip_threshold": lambda rule: gcx.skip_spikes(optax.sgd(0.1), norm=rule),
+}
+
+
+@pytest.mark.parametrize("key", OWNERS)
+@pytest.mark.parametrize("name", SAME_SHAPES)
+def test_a_rule_of_another_kind_with_the_same_shapes_starts_anew(name, key):
+    old, new = map(OWNERS[key], SAME_SHAPES[name])
+    _, state = run(old, old.init(PARAMS), PARAMS, range(3))
+    states = gcx.convert_state(new, state, PARAMS), new.init(PARAMS)
+    found, fresh = (gcx.metrics(run(new, x, PARAMS, [3])[1])[key] for x in states)
+    assert found == fresh
+
+
+def test_a_skip_rule_of_another_name_with_the_same_shapes_starts_anew():
+    def rule(name):
+        def never(grads, state, params):
+            return False, ()
+
+        return gcx.SkipRule(lambda _: jnp.int32(0), never, lambda n, *_: n + 1, name)
+
+    first, same, other = (gcx.skip_if(optax.sgd(0.1), rule(name)) for name in ("", "", "other"))
+    _, state = run(first, first.init(PARAMS), PARAMS, [0])
+    kept, initial = (gcx.convert_state(tx, state, PARAMS).guards[0] for tx in (same, other))
+    assert jax.tree.leaves((kept.rule_state, initial.rule_state)) == [1, 0]

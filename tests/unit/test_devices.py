@@ -21,6 +21,9 @@ OPTIMIZERS = {
     "watch": gcx.watch(optax.chain(gcx.clip_by_global_norm(1.0), ADAM)),
     "leaf": gcx.clip_by_leaf_norm(1.0),
     "unit": gcx.skip_nonfinite(optax.chain(gcx.adaptive_grad_clip(0.01), ADAM)),
+    "window": gcx.skip_nonfinite(
+        gcx.accumulate_gradients(optax.chain(gcx.clip_by_global_norm(1.0), ADAM), 2)
+    ),
     "row": optax.chain(gcx.clip_by_norm(1.0, granularity=gcx.granularities.axis(-1)), ADAM),
 }
 
@@ -39,7 +42,8 @@ def outputs(tx):
     def step(element):
         changed = grads | {"stack": grads["stack"].at[1, 2, 3].set(element)}
         updates, state = tx.update(changed, tx.init(params), params)
-        return updates, gcx.metrics(state)
+        later, state = tx.update(grads, state, params)
+        return updates, later, gcx.metrics(state)
 
     return [step(element) for element in (1.0, 1e30, np.nan)]
 
@@ -59,7 +63,7 @@ def choose(platform, monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "num_devices"), [("cuda", 1), ("tpu", 1), ("cuda", 8)])
-@pytest.mark.parametrize("name", ["watch", "leaf", "unit"])
+@pytest.mark.parametrize("name", ["watch", "leaf", "unit", "window"])
 def test_variants_agree(name, platform, num_devices, monkeypatch):
     expected = outputs(OPTIMIZERS[name])
     used = choose(platform, monkeypatch)

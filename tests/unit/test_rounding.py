@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import gradclip_jax as gcx
-from guard_cases import SHARDS, WHOLE, sharded
+from guard_cases import SHARDS, WHOLE, saturated, sharded
 
 
 @functools.cache
@@ -154,3 +154,12 @@ def test_replicas_stay_alike_in_shard_map_and_shards_draw_their_own():
     assert len(copies) == 1
     shards = {np.float32(shard.data).tobytes() for shard in found["w"].addressable_shards}
     assert len(shards) == 8
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_draws_new_bits_after_its_counter_saturates():
+    tx, params = gcx.round_stochastically(), jnp.ones(256, jnp.bfloat16)
+    state = saturated(tx.init(params))
+    first, state = tx.update(jnp.full(256, 1e-3), state, params)
+    second, _ = tx.update(jnp.full(256, 1e-3), state, params)
+    assert np.any(first != second)

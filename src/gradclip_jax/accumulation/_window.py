@@ -1,7 +1,5 @@
 """Functions that read or change the window of an accumulation between calls."""
 
-import functools
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +35,6 @@ class AccumulationStats(NamedTuple):
         accumulation_steps: Number of micro-batches in the current window.
         registered_params: Number of accumulated leaves; 0 with `every=1`.
         total_param_elements: Total number of elements in these leaves.
-        effective_batch_multiplier: Ratio of the batch size to the micro-batch size.
     """
 
     total_micro_batches: int | Scalar
@@ -45,7 +42,6 @@ class AccumulationStats(NamedTuple):
     accumulation_steps: int | Scalar
     registered_params: int
     total_param_elements: int
-    effective_batch_multiplier: int | Scalar
 
 
 @public
@@ -97,70 +93,51 @@ def flush(
     arrays = plain_arrays(state)
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.
-    leaves, structure = jax.tree.flatten(extra_args)
-    static = tuple(None if is_array_like(x) else _Static(x) for x in leaves)
-    traced = [x if other is None else None for x, other in zip(leaves, static, strict=True)]
-    updates, flushed = _flush(tx, static, structure, arrays, plain_arrays(params), traced)
+    is_traceable = all(map(is_array_like, jax.tree.leaves(extra_args)))
+    close = _jitted_flush if is_traceable else _flush
+    updates, flushed = close(tx, arrays, plain_arrays(params), extra_args)
     return with_structure_of(params, updates), with_structure_of(state, flushed)
 
 
-class _Static(NamedTuple):
-    """An extra argument of `flush` that is not an array.
-
-    If its value cannot be hashed, it equals only itself.
-    """
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return hash(self.value) if isinstance(self.value, Hashable) else id(self)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(self.value, Hashable):
-            return self is other
-        return isinstance(other, _Static) and self.value == other.value
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _flush(
-    tx: optax.GradientTransformation,
-    static: tuple[_Static | None, ...],
-    structure: Any,
-    state: Tree,
-    params: Tree,
-    traced: list[Any],
+    tx: optax.GradientTransformation, state: Tree, params: Tree, extra_args: dict[str, Any]
 ) -> tuple[Tree, Tree]:
-    """Call `update` without a gradient and close the window; return the updates and the state.
-
-    `static` contains the leaves of the extra arguments that are not arrays, `traced` those that are
-    arrays, and `structure` is the structure of the extra arguments.
-    """
-    leaves = [y if x is None else x.value for x, y in zip(static, traced, strict=True)]
-    extra_args = jax.tree.unflatten(structure, leaves)
+    """Call `update` without a gradient and close the window; return the updates and the state."""
     windows = _accumulations(state)
     is_open = jnp.stack([x.mini_step for x in windows]).any()
     update = optax.with_extra_args_support(tx).update
-    places = {path for path, _ in jax.tree.leaves_with_path(params_of(params))}
-    totals = [x.gradient.total for x in windows]
-    covered = {path for x in totals for path, _ in jax.tree.leaves_with_path(x)}
-    # A wrapper such as `optax.flatten` may rename the parameters.
-    uncovered = places - covered if covered <= places else set[Path]()
 
     def zero(param: Array) -> Array | HostArray:
         if jnp.issubdtype(jnp.result_type(param), jnp.inexact):
             return jnp.zeros_like(param)
         return np.zeros(np.shape(param), jax.dtypes.float0)
 
-    def without_others(path: Path, update: Array) -> Array:
-        return jnp.zeros_like(update) if path in uncovered and not is_float0(update) else update
-
     def close(state: Tree) -> tuple[Tree, Tree]:
         no_gradient = jax.tree.map(zero, params_of(params))
         closing = {"weight": jnp.zeros((), jnp.float32), "flush": True}
         updates, flushed = update(no_gradient, state, params, **closing, **extra_args)
-        return jax.tree.map_with_path(without_others, updates), _with_windows(state, flushed)
+        return _zeros_outside(windows, updates), _with_windows(state, flushed)
 
     return run_step(is_open, close, _without_outcomes(state))
+
+
+_jitted_flush = jax.jit(_flush, static_argnums=0)
+
+
+def _zeros_outside(windows: list[AccumulationState], updates: Tree) -> Tree:
+    """Replace the updates of parameters that no accumulation contains by zeros.
+
+    If a wrapper such as `optax.flatten` renamed the parameters, all updates are returned unchanged.
+    """
+    totals = [window.gradient.total for window in windows]
+    covered = {path for x in totals for path, _ in jax.tree.leaves_with_path(x)}
+    if not covered <= {path for path, _ in jax.tree.leaves_with_path(updates)}:
+        return updates
+
+    def without_others(path: Path, update: Array) -> Array:
+        return update if path in covered or is_float0(update) else jnp.zeros_like(update)
+
+    return jax.tree.map_with_path(without_others, updates)
 
 
 @jax.jit  # outside jit, constants would be transferred to the device one by one
@@ -245,7 +222,7 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
     check_one_run(counts)
     micro_batches, updates, steps = (x if is_traced(x) else int(x) for x in counts)
     sizes = [x.size for x in jax.tree.leaves(window.gradient.total)]
-    return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes), steps)
+    return AccumulationStats(micro_batches, updates, steps, len(sizes), sum(sizes))
 
 
 def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:

@@ -16,7 +16,7 @@ from .._errors import public, type_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import PerGroup
-from ..norms._leaves import checked_leaves, inexact_shapes, norm_dtype
+from ..norms._leaves import checked_leaves, inexact_leaves_or_placeholders, norm_dtype
 from ..norms._mesh import check_axis_name, max_over, num_devices, shard_axes, sum_over
 from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
@@ -150,7 +150,7 @@ def norm_clip(
     def init(params: Tree) -> ClipState:
         if labels is not None:  # `optax.tree.map_params` passes a placeholder without labels
             return _init_state(rules, labels, len(labels))
-        leaves = inexact_shapes(params)
+        leaves = inexact_leaves_or_placeholders(params)
         groups = granularity.partition(leaves, params)
         return _init_state(rules, groups.labels, groups.num_norms(leaves))
 
@@ -199,7 +199,7 @@ def _init_state(rules: Sequence[Rule], labels: Sequence[Hashable], num_norms: in
 
 
 def _factors(norms: PerGroup, thresholds: PerGroup, reaction: Reaction) -> PerGroup:
-    """Return the factor of each norm group."""
+    """Compute the clipping factor of each norm group."""
     return norms.map(functools.partial(factor_of, reaction), thresholds)
 
 
@@ -245,8 +245,13 @@ def _metrics(
     else:
         num_clipped = factors.count(_is_clipped)
     size = sum(x.size * num_devices(axes) for x, axes in columns)
+    factor = _nan_unless(factor, is_finite)
     fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
-    metrics: Any = total, bound, _nan_unless(factor, is_finite), fraction
+    if factors.is_scalar and not all_mesh_axes:
+        # XLA on GPU then computes norm, factor and fraction in one kernel (JAX 0.10.2).
+        factor = _nan_unless(factors.arrays[0], is_finite)
+        fraction = _is_clipped(factor)
+    metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
         reported = factors.map(_nan_unless, is_finite)

@@ -1,4 +1,4 @@
-"""Thresholds as rules: the class `Rule`, conversion of numbers and schedules, and application.
+"""The class `Rule`, and functions that convert thresholds to rules and apply them.
 
 The rules of `gcx.thresholds` are in `_rules.py`.
 """
@@ -28,8 +28,8 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error
-from .._states import increment_where
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
+from .._states import increment_where, state_of_rule
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree, qualified_name
 from ..norms._groups import PerGroup, split
 
 
@@ -46,15 +46,16 @@ class Rule:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
             norms. None for a rule without a state, whose `update` is elementwise and receives the
             state `()`; it may receive the norms one by one.
-        update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the finite
-            norm before clipping; `param_norm` is None unless `uses_params`. The threshold has the
-            unit of the norm. A threshold <= 0 results in a zero update.
+        update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the norm
+            before clipping, and is finite if there is a state; `param_norm` is None unless
+            `uses_params`. The threshold has the unit of the norm. A threshold <= 0 results in a
+            zero update.
         uses_params: Whether `update` needs the norms of the parameters.
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
-        name: Name of the rule. States of rules with different names are not converted to each
-            other.
+        name: Name of the rule, by default that of `update` with the functions around it, such as
+            `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -85,6 +86,7 @@ class Rule:
             check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
         hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
         check_callable("update", self.update, hint)
+        object.__setattr__(self, "name", self.name or qualified_name(self.update))
 
 
 Threshold: TypeAlias = Number | Schedule | Rule
@@ -164,7 +166,7 @@ def apply_rule(
     else:
         # States are float32, so a larger norm counts as the largest float32 and changes no state.
         value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
-        old_state = state[rule.name]
+        old_state = state_of_rule(argument, rule.name, state)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     result = rule.update(value.astype(jnp.float32), old_state, given)
     threshold, new_state = _checked_result(argument, result, norm, old_state)
@@ -206,13 +208,9 @@ def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tup
 
 
 def init_rules(rules: Sequence[Rule], num_norms: int) -> Tree:
-    """Return the initial states of the rules, or () if no rule has a state.
-
-    There is one rule for all norms, or one rule for each norm.
-    """
+    """Return the initial states of the rules; see `apply_rules`."""
     shape = (num_norms,) if len(rules) == 1 and num_norms != 1 else ()
-    states = tuple(init_state(rule, shape) for rule in rules)
-    return states if jax.tree.leaves(states) else ()
+    return _with_leaves(tuple([init_state(rule, shape) for rule in rules]))
 
 
 def apply_rules(
@@ -229,21 +227,23 @@ def apply_rules(
     """
     check_values("state", states)
     apply = functools.partial(apply_rule, is_finite=is_finite, argument=argument)
-    if len(rules) == 1 and rules[0].init is None:  # an elementwise rule
+    if len(rules) != 1:
+        states = _checked_states(rules, norms.arrays, states)
+        results = list(map(apply, rules, norms.arrays, states, param_norms.arrays))
+        states = _with_leaves(tuple([state for _, state in results]))
+        return PerGroup([threshold for threshold, _ in results], norms.groups), states
+    (rule,) = rules
+    if rule.init is None:
+        return norms.map(lambda norm, of_param: apply(rule, norm, (), of_param)[0], param_norms), ()
+    vector = norms.vector()
+    (state,) = _checked_states(rules, [vector], states)
+    threshold, state = apply(rule, vector, state, param_norms.vector())
+    return PerGroup(split(threshold, norms.arrays), norms.groups), _with_leaves((state,))
 
-        def threshold_of(norm: Array, param_norm: Array) -> Array:
-            return apply(rules[0], norm, (), param_norm)[0]
 
-        return norms.map(threshold_of, param_norms), ()
-    values, param_values = norms.arrays, param_norms.arrays
-    if len(rules) == 1:
-        values, param_values = [norms.vector()], [param_norms.vector()]
-    old_states = _checked_states(rules, values, states)
-    results = list(map(apply, rules, values, old_states, param_values))
-    thresholds, new_states = [x for x, _ in results], tuple([state for _, state in results])
-    if len(rules) == 1:
-        thresholds = split(thresholds[0], norms.arrays)
-    return PerGroup(thresholds, norms.groups), new_states if jax.tree.leaves(new_states) else ()
+def _with_leaves(states: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Return the states of rules, or () if no rule has a state."""
+    return states if jax.tree.leaves(states) else ()
 
 
 def _checked_states(rules: Sequence[Rule], values: Sequence[Array], states: Tree) -> Sequence[Tree]:

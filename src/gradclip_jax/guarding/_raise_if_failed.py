@@ -1,4 +1,4 @@
-"""Stop training if a guard has failed."""
+"""Stop training if a guard has failed, and find the leaves that are not finite."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_concrete, check_optimizer_state, leaf_path, listed
+from .._checks import check_concrete, check_optimizer_state, dtype_of, listed
 from .._errors import public
 from .._metrics import metrics
 from .._states import find_states, plain_arrays
-from .._types import Tree
-from ..norms._leaves import is_inexact
+from .._types import Array, HostArray, Tree
+from .._weighted_sum import WeightedSum
 from ..wrappers._state import GuardState, WrapperState
 from ._loss_scale import LossScaleState
 from ._skip_spikes import SpikeState
@@ -68,12 +68,64 @@ def raise_if_failed(state: Tree) -> None:
         for guard in node.outer + node.guards
         for cause, count in guard.skipped.items()
     ]
-    bad = [
-        leaf_path("state", path)
-        for path, x in jax.tree.leaves_with_path(plain_arrays(state))
-        if is_inexact(x) and np.ndim(x) and not np.all(jnp.isfinite(x))
-    ]
+    arrays = jax.tree.map(_in_use, plain_arrays(state), is_leaf=_is_sum)
+    bad = [f"state{path}" for path in nonfinite_leaves(arrays)]
     message = f"raise_if_failed: {found['consecutive_skips']} consecutive skips"
     message += f" ({', '.join(counts)}). "
     message += f"Non-finite leaves: {listed(bad)}. " if bad else "The state is finite. "
     raise RuntimeError(message + "Restore a checkpoint, and lower the learning rate.")
+
+
+def _is_sum(node: object) -> bool:
+    """Return whether a node of a state is a sum over the micro-batches of a window."""
+    return isinstance(node, WeightedSum)
+
+
+def _in_use(node: Tree) -> Tree:
+    """Return None for a scalar, which may be infinite, and for the sum of an empty window."""
+    if _is_sum(node):
+        return node if np.any(jax.device_get(node.weight)) else None
+    return node if np.ndim(node) else None
+
+
+@public
+def nonfinite_leaves(tree: Tree) -> dict[str, int]:
+    """Count the non-finite elements of each leaf.
+
+    When `guard_failed` becomes 1, call this function outside jit on gradients, parameters,
+    activations or a whole optimizer state. The call blocks until the values are computed.
+
+    Args:
+        tree: Any pytree of arrays. Integer leaves are finite.
+
+    Returns:
+        Dictionary from the paths of leaves with non-finite elements to their number, in the order
+        of the tree; empty if all elements are finite.
+
+    Raises:
+        TypeError: If called inside jit.
+
+    Examples:
+        >>> import jax.numpy as jnp, gradclip_jax as gcx
+        >>> tree = {"a": jnp.zeros(3), "b": jnp.array([1.0, jnp.nan, jnp.inf])}
+        >>> gcx.diagnostics.nonfinite_leaves(tree)
+        {"['b']": 2}
+    """
+    hint = "Return the tree from `jit`; inside `jit`, use `gradclip_jax.metrics`."
+    check_concrete("tree", tree, hint)
+    leaves = jax.tree.leaves_with_path(tree)
+    leaves = [x for x in leaves if jnp.issubdtype(dtype_of(x[1]), jnp.inexact)]
+    # A transfer guard allows explicit transfers. One number is transferred for each leaf.
+    counts = jax.device_get({jax.tree_util.keystr(path): _count_nonfinite(x) for path, x in leaves})
+    return {path: int(count) for path, count in counts.items() if count}
+
+
+def _count_nonfinite(x: Array | HostArray | float) -> Array | int:
+    """Count the non-finite elements of an array, on its device or on the host."""
+    return _count_on_device(x) if isinstance(x, jax.Array) else np.sum(~np.isfinite(x))
+
+
+@jax.jit
+def _count_on_device(x: Array) -> Array:
+    """Count the non-finite elements of an array of JAX."""
+    return jnp.sum(~jnp.isfinite(x))

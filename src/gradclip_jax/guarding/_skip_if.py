@@ -22,7 +22,8 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._run_if import like_dtypes
-from .._types import AxisName, Count, Scalar, Tree, as_pytree
+from .._states import state_of_rule
+from .._types import AxisName, Count, Scalar, Tree, as_pytree, qualified_name
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
 from ..wrappers._guard import ExtraArgs, Guard, Rejections
@@ -41,6 +42,8 @@ class SkipRule:
         advance: Function `(state, observed, skipped) -> state`, called after `should_skip` if this
             guard skips the step, or if the step is applied or the micro-batch is accumulated. The
             shapes and dtypes of the state must not change.
+        name: Name of the rule, by default that of `should_skip` with the functions around it.
+            `convert_state` does not copy the state of a rule with another name.
 
     Examples:
         Skip steps whose loss is more than twice the loss of the last applied step:
@@ -65,11 +68,15 @@ class SkipRule:
     init: Callable[[Tree], Tree]
     should_skip: Callable[..., tuple[Scalar, Tree]]
     advance: Callable[[Tree, Tree, Scalar], Tree]
+    name: str = ""
 
     @public
     def __post_init__(self) -> None:
         for name in ("init", "should_skip", "advance"):
             check_callable(name, getattr(self, name), "Pass a function; see `gcx.SkipRule`.")
+        if not isinstance(self.name, str):
+            raise type_error("name", "a string", shortened(self.name), "Pass the name of the rule.")
+        object.__setattr__(self, "name", self.name or qualified_name(self.should_skip))
 
 
 @public
@@ -125,7 +132,7 @@ def skip_if(
     def check(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        arguments = grads, state, params
+        arguments = grads, state_of_rule("predicate", rule.name, state), params
         result = call_user("predicate", "should_skip", rule.should_skip, *arguments, **extra_args)
         if not (isinstance(result, tuple) and len(result) == 2):
             must = "a rule whose `should_skip` returns `(skip, observed)`"
@@ -141,20 +148,22 @@ def skip_if(
         return {"other": jnp.asarray(skip)}, observed
 
     def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
+        state = state[rule.name]
         after = call_user("predicate", "advance", rule.advance, state, observed, skipped)
         if shapes_of(after) != shapes_of(state):
             must, got = "a rule whose state keeps its shapes", shortened(after)
             raise type_error("predicate", must, got, "Return a state like that of `init`.")
         jax.tree.map(functools.partial(check_dtype_kept, "predicate"), after, state)
-        return like_dtypes(after, state)
+        return {rule.name: like_dtypes(after, state)}
 
     def init(params: Tree) -> Tree:
-        return call_user("predicate", "init", rule.init, params)
+        return {rule.name: call_user("predicate", "init", rule.init, params)}
 
     guard = Guard(
         "skip_if",
         causes=("other",),
         check=check,
+        check_micro_batch=check,
         check_window=check,
         init=init,
         advance=advance,
@@ -176,4 +185,5 @@ def _without_state(predicate: Any) -> SkipRule:
             (),
         ),
         advance=lambda state, observed, skipped: state,
+        name="predicate",
     )

@@ -107,7 +107,9 @@ class Losses:
 
     def __init__(self):
         self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = math.inf  # first finite loss; maximum of the best BLOCK losses
+        self.first = self.best = (
+            math.inf
+        )  # the first finite loss; the highest of the best BLOCK losses
         self.count, self.is_positive = 0, True
 
     def compare(
@@ -145,7 +147,7 @@ class Losses:
         return found, ~is_positive | (is_high & ~have_fallen)
 
     def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
-        """Return a rise if the first UNLEARNED losses of a run have not fallen.
+        """Report a run whose first UNLEARNED losses have not fallen.
 
         The second BLOCK of losses is not compared, because a loss may rise during warm-up.
         """
@@ -186,7 +188,7 @@ class Findings(NamedTuple):
         rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         thresholds: The smallest values that would be outliers, by column.
         unit_rises: The entries of `rises` for the gradient norms of leaves or layers.
-        tap_rises: The entries of `rises` for the RMS of activations at taps.
+        tap_rises: The entries of `rises` for the RMS values of tapped activations.
         drifts: Logarithms of the ratios by which gradient norms have risen permanently, for the
             tree and each unit; 0 without a rise.
         is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
@@ -370,8 +372,11 @@ class Detector:
         """
         if units.shape[1] > 2:
             tree, units = np.full_like(tree, np.nan), units - median(units)[:, None]
-        has_risen, lowest, best = self.drifts.compare(np.hstack([tree, units]))
-        return np.where(has_risen, lowest - best, 0)
+        norms = np.hstack([tree, units])
+        at, drifts = np.flatnonzero(np.any(~np.isnan(norms), axis=1)), np.zeros(norms.shape)
+        has_risen, lowest, best = self.drifts.compare(norms[at])
+        drifts[at] = np.where(has_risen, lowest - best, 0)
+        return drifts
 
     def _loss_rises(self, rows: Rows) -> tuple[dict[int, LossRise], HostArray]:
         """Return the lasting rises of the loss by row, and whether the loss may be a value loss."""
@@ -382,7 +387,7 @@ class Detector:
 
     def _is_starving(self, rows: Rows) -> HostArray:
         """Return whether a clip factor has been 0 or almost 0 for too many steps."""
-        # In other rows, the clip did not run or its factor is meaningless.
+        # If the step was not applied, there is no clip factor; a non-finite norm makes it NaN.
         has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
         factor = rows.factors.min(axis=1, initial=1.0)
         is_small = np.column_stack([factor == 0, (factor > 0) & (factor < STARVING)])

@@ -1,4 +1,4 @@
-"""Convert rows to the lines of a log, and the columns of a log to rows; see docs/rows.md.
+"""Convert the measured steps of a run to lines of a log, and back; see docs/rows.md.
 
 A line is a dictionary. `_log` renames the keys of other trainers to the keys of a `Monitor`.
 

@@ -157,11 +157,7 @@ class Monitor:
             Exception: If the function `log` raises. The rows count as read, because some of their
                 lines may have been logged; the report is in `report`.
         """
-        try:
-            row = state if isinstance(state, Row) else find_watch(state, self._which).rows
-        except IndexError:
-            hint = "Pass 0 for the outermost `watch`."
-            raise value_error("which", "the index of a `watch`", self._which, hint) from None
+        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
         rows, names = read_stack(row, self.names)
         saved = _checked_steps(saved)
         if self._is_resumed and not self._has_read:
@@ -312,7 +308,10 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
-    row = find_watch(state, options.pop("which", None)).rows
+    which = options.pop("which", None)
+    if which is not None:
+        check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
+    row = find_watch(state, which).rows
     rows, names = read_stack(row, names_of(params, **options))
     return Detector(names).update(rows)
 

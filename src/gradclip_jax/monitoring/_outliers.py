@@ -6,15 +6,15 @@ losses are compared without a logarithm.
 **Outliers.** A value is an outlier if `excess > bound`, where
 
     level  = median of x in the last WINDOW rows
-    excess = x - level - the rise that other columns explain
+    excess = x - level; for a unit, minus the median of this over all units if it is positive
     usual  = median of the excess in the last WINDOW rows
     spread = 1.4826 * median of |excess - usual| in the last WINDOW rows
     tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
     bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
-The median rise of all units explains a rise of the gradient norm of a unit. The square root of the
-loss explains a rise of the gradient norm of the tree, as for a squared error. The tail is
-exponential. If q are the quantiles of the excesses in the `n` rows that are not near an outlier,
+In the first WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as
+well. The tail is exponential. If q are the quantiles of the excesses in the `n` rows that are not
+near an outlier,
 
     tail = q(99 %) + log10(n / TAIL / 100) * (q(99 %) - q(90 %))
 
@@ -57,8 +57,7 @@ for all other columns. With larger numbers, heavy tails are reported."""
 RATIO = {"tree": 5.0, "part": 3.0, "loss": 1.4}
 """Smallest ratio of an outlier to its level, and of a lasting rise, for the gradient norm of the
 tree, for other norms and taps, and for the loss. With smaller ratios, harmless noise is reported.
-In the first WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as
-well. A run that does not learn is flat if its losses differ by less than RATIO["loss"]. A loss has
+A run that does not learn is flat if its losses differ by less than RATIO["loss"]. A loss has
 diverged if it has fallen and then rises permanently above RATIO["tree"] times its level. A value
 loss, which grows with the return of a policy, rises more slowly."""
 
@@ -147,7 +146,8 @@ class Outliers:
         self.starts, self.ends = starts, starts - self.count + _KEPT
         self.values = _append(self.values, values)
         self.levels = self._levels()
-        excess = self._excess(values - self.levels[self.period])
+        excess = values - self.levels[self.period]
+        excess[:, self.units] -= np.fmax(median(excess[:, self.units]), 0)[:, None]
         self.excesses = _append(self.excesses, excess)
         self.floor, self.ceiling = self._limits(starts < WINDOW)
         is_outlier = excess > np.fmin(self.floor, self.ceiling)[self.period]
@@ -179,14 +179,6 @@ class Outliers:
         updates = _before(self.ends, self.values[:, [UPDATE]], HISTORY)
         levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
         return levels
-
-    def _excess(self, change: HostArray) -> HostArray:
-        """Subtract from each change the part that other columns explain."""
-        excess = change.copy()
-        excess[:, TREE] -= np.fmax(change[:, LOG_LOSS] / 2, 0)  # explained by the loss
-        if change[:, self.units].size:
-            excess[:, self.units] -= np.fmax(median(change[:, self.units]), 0)[:, None]
-        return excess
 
     def _limits(self, is_early: HostArray) -> tuple[HostArray, HostArray]:
         """Return the smallest and the largest possible bound of each column in each period."""
@@ -233,19 +225,20 @@ class LastingRises:
 
     def __init__(self, log_ratios: HostArray):
         self.log_ratios, self.best = log_ratios, np.full(len(log_ratios), np.inf)
-        self.values = np.full((2 * BLOCK, len(log_ratios)), np.nan)
+        self.values = np.full((2 * BLOCK - 1, len(log_ratios)), np.nan)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-        """Compare the next rows of logarithms, float[rows, columns]; NaN marks unknown values.
+        """Compare the next rows of logarithms, float[rows, columns].
+
+        Blocks that contain NaN, which stands for an unknown value, are ignored.
 
         Returns:
             Whether each column has risen permanently, the lowest of its last values, and the
-            highest of its best values, which is NaN where the value is unknown.
+            highest of its best values.
         """
-        is_known = ~np.isnan(values)
-        order = np.argsort(~is_known, axis=0, kind="stable")  # the known values of a column first
-        known = np.concatenate([self.values, np.take_along_axis(values, order, 0)])
-        blocks = sliding_window_view(known, BLOCK, axis=0)[1:]
+        known = np.concatenate([self.values, values])
+        self.values = known[len(values) :]
+        blocks = sliding_window_view(known, BLOCK, axis=0)
         highest, lowest = blocks.max(axis=-1), blocks.min(axis=-1)[BLOCK:]
         best, has_risen = np.empty(values.shape), np.empty(values.shape, bool)
         start = 0
@@ -256,13 +249,7 @@ class LastingRises:
             stop = start + np.argmax(np.append(has_risen[start:-1].any(axis=1), True))
             self.best = np.where(has_risen[stop], highest[BLOCK + stop], best[stop])
             start = stop + 1
-        newest = is_known.sum(axis=0) + np.arange(2 * BLOCK)[:, None]
-        self.values = np.take_along_axis(known, newest, 0)
-        place = np.argsort(order, axis=0)
-        has_risen, lowest, best = (
-            np.take_along_axis(x, place, 0) for x in (has_risen, lowest, best)
-        )
-        return has_risen, lowest, np.where(is_known, best, np.nan)
+        return has_risen, lowest, best
 
 
 class Streaks:

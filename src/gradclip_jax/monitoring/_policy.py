@@ -1,7 +1,6 @@
 """Decide when to save, rewind, lower the learning rate, or stop.
 
-A row is bad if its step was applied although its loss is an outlier or its gradient is not finite.
-If bad rows follow each other in a stretch, the policy advises a rewind to a good checkpoint. A
+If `_evidence` finds a reason, the policy advises a rewind to a good checkpoint, or a stop. A
 checkpoint is good if QUIET rows without an incident follow it. docs/recovery.md defines these terms
 and the requirements of each action. If n is the number of rewinds in the last FORGET steps, the
 transitions are:
@@ -27,7 +26,7 @@ The policy then advises a second rewind before `lower`.
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,23 +35,12 @@ import numpy as np
 from .._errors import value_error
 from .._types import HostArray
 from ._detect import Incident
-from ._outliers import BLOCK, GAP, STARVING, WINDOW, median, quantiles, run_lengths
-from ._rows import Names, Outcome, Rows
+from ._evidence import MOST_REWINDS, QUIET, Evidence, bad_rows, find_evidence
+from ._outliers import run_lengths
+from ._rows import Names, Rows
 
-QUIET = 32
-"""Number of rows without an incident after which a save is advised, and after which an earlier
-checkpoint is good. A stretch that lasts for this many rows (doubled with each rewind, except after
-"lower") leads to a rewind, and so do this many consecutive skipped steps."""
-
-BAD_ROWS = 3
-"""Minimum number of bad rows in a stretch, with at most GAP other rows between two of them."""
-
-MOST_REWINDS, FORGET = 3, 1000
-"""Number of rewinds after which the learning rate is lowered, and number of steps without evidence
-after which earlier rewinds no longer count."""
-
-LONGEST_WINDOW = 1000
-"""An accumulation window with more calls than this is assumed never to close."""
+FORGET = 1000
+"""Number of steps without evidence after which earlier rewinds no longer count."""
 
 
 class Report(NamedTuple):
@@ -138,48 +126,6 @@ class Checkpoints:
             self.good_until = max(self.good_until, int(steps[t - QUIET + 1]))
 
 
-class Evidence(NamedTuple):
-    """A reason to rewind or to stop.
-
-    Attributes:
-        step: Step at which the evidence is complete.
-        action: "rewind" or "stop".
-        reason: Description.
-        batch_ids: Batches to leave out.
-        first: First step that is bad.
-        is_open: Whether the bad steps have not ended at `step`.
-        is_fault: Whether the hardware or the optimizer is faulty. Neither other batches nor a lower
-            learning rate would help.
-    """
-
-    step: int
-    action: str
-    reason: str
-    batch_ids: list[int]
-    first: int
-    is_open: bool = False
-    is_fault: bool = False
-
-
-class RowRule(NamedTuple):
-    """A rule that finds evidence in single rows.
-
-    Attributes:
-        action: "rewind" or "stop".
-        reason: Description.
-        is_met: Whether each row is evidence, bool[rows].
-        num_windows: Number of windows to leave out, ending with the window of each row, int[rows];
-            None to leave out no batches.
-        is_fault: As in `Evidence`.
-    """
-
-    action: str
-    reason: str
-    is_met: HostArray
-    num_windows: HostArray | None = None
-    is_fault: bool = False
-
-
 class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
@@ -234,28 +180,25 @@ class Policy:
             self.checkpoints.replace(saved)
         if self.checkpoints.good_until < 0 and len(rows.step):
             self.checkpoints.good_until = int(rows.step[0])  # nothing before it was measured
-        is_bad = _is_bad(rows, incidents, self.rewind_on_rise)
+        is_bad = bad_rows(rows, incidents, self.rewind_on_rise)
         suspicious = [x.step for x in incidents if "note" not in x.kinds]
         is_suspicious = is_bad | np.isin(rows.step, suspicious)
         num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        rules = _row_rules(rows, is_bad, num_rewinds)
-        if self.rewind_on_rise:
-            reason = f"a clip multiplies the gradients by less than {STARVING}, and the loss has "
-            is_starved = _is_starved(rows, incidents)
-            rules.append(RowRule("stop", f"{reason}not fallen since", is_starved))
         # After "lower", the next action is "stop". It leaves out no batches, so the patience is not
         # longer.
         patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
-        evidence, no_rewind = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)], ""
-        # At the same step, evidence for a rewind takes precedence over evidence for a stop.
-        for found in sorted(evidence, key=lambda x: (x.step, x.action == "stop")):
+        starving = [x.step for x in incidents if "clip" in x.kinds and self.rewind_on_rise]
+        no_rewind = ""
+        for found in find_evidence(rows, is_bad, starving, num_rewinds, patience):
             if found.step >= first_new and not self.is_pending:
                 self.checkpoints.confirm(rows.step, num_quiet[rows.step <= found.step])
                 if found.action == "stop" or self.checkpoints.good_step is not None:
                     self.last, self.is_pending = self._decide(found, num_rewinds), True
                 elif found.first >= self.explained_until:
-                    no_rewind = f"{found.reason}; no rewind, because {self._why_no_checkpoint()}"
+                    has_saved = self.checkpoints.steps is not None
+                    why = "no checkpoint is good" if has_saved else "`saved=` was never passed"
+                    no_rewind = f"{found.reason}; no rewind, because {why}"
                     self.explained_until = rows.end
         self.checkpoints.confirm(rows.step, num_quiet)
         if self.is_pending:
@@ -307,144 +250,6 @@ class Policy:
             num_lowers=last.num_lowers + (action == "lower"),
             is_open=found.is_open,
         )
-
-    def _why_no_checkpoint(self) -> str:
-        """Return why there is no checkpoint to rewind to."""
-        if self.checkpoints.steps is None:
-            return "`saved=` was never passed to `Monitor.read`"
-        return "no checkpoint is good"
-
-
-def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
-    """Yield the evidence in single rows."""
-    window = _windows(rows)
-    for rule in rules:
-        for t in np.flatnonzero(rule.is_met):
-            num = 0 if rule.num_windows is None else int(rule.num_windows[t])
-            step, first = int(rows.step[t]), int(rows.step[max(t + 1 - max(num, 1), 0)])
-            left_out = _batch_ids(rows, window[t] - num + 1, window[t])
-            reason = f"step {step}: {rule.reason}"
-            yield Evidence(step, rule.action, reason, left_out, first, is_fault=rule.is_fault)
-
-
-def _stretches(rows: Rows, is_bad: HostArray, patience: int) -> Iterator[Evidence]:
-    """Yield stretches of bad rows that have ended or have lasted for `patience` rows."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], _windows(rows)[is_bad]
-    last = -1
-    for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
-        if len(stretch) >= BAD_ROWS and stretch[0] > last:
-            first, last = int(stretch[0]), _last_bad(losses, stretch)
-            known, is_open = last + GAP + 1, False
-            if known >= len(steps) and len(steps) - first >= patience:
-                known, is_open = len(steps) - 1, True
-            if known < len(steps):
-                counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
-                reason = f"steps {steps[first]} to {steps[last]}: {counts}"
-                reason += ", and they go on" if is_open else ""
-                found = "rewind", reason, _batch_ids(rows, first, last), int(steps[first]), is_open
-                yield Evidence(int(steps[known]), *found)
-
-
-def _batch_ids(rows: Rows, first: int, last: int) -> list[int]:
-    """Return the ids of the batches in the windows `first` to `last`."""
-    window = _windows(rows)
-    is_between = (window >= first) & (window <= last)
-    return rows.batch_id[rows.has(Outcome.HAS_BATCH_ID) & is_between].tolist()
-
-
-def _windows(rows: Rows) -> HostArray:
-    """Return the index of the window of each row; without an accumulation, each row is a window."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    return np.cumsum(is_closed) - is_closed
-
-
-def _last_bad(losses: HostArray, stretch: HostArray) -> int:
-    """Return the index of the last row before the losses have recovered from a stretch.
-
-    Losses have recovered if they are below the midpoint between the median loss before the stretch
-    and the median loss of its bad rows. Outlier thresholds are not used, because they rise during a
-    long stretch. If the bad losses are not above 90 % of the earlier losses, the last bad row is
-    returned.
-    """
-    first, last = int(stretch[0]), int(stretch[-1])
-    if first == 0:
-        return last
-    before = losses[max(first - WINDOW, 0) : first]
-    usual, high, bad = median(before), quantiles(before, 0.9)[0], median(losses[stretch])
-    if not (np.isfinite(usual + bad) and bad > high):
-        return last
-    middle = (usual + bad) / 2
-    is_high = ~(losses[last + 1 :] < middle)
-    places = np.array([last, *last + 1 + np.flatnonzero(is_high)])
-    return int(places[np.flatnonzero(np.diff(places, append=np.inf) > GAP + 1)[0]])
-
-
-def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]:
-    """Return the rules for single rows after a number of rewinds."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = (
-        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
-    )
-    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
-    num_open = run_lengths(is_open, ~is_open)
-    gradient, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
-    # If parameters and gradients are finite, neither the batch nor the learning rate makes the new
-    # parameters non-finite. The parameter norm is measured before the update.
-    window = _windows(rows)
-    is_finite = parameter & ~np.isin(window, window[~gradient])
-    is_finite &= rows.has(Outcome.HAS_GRADIENT) & rows.has(Outcome.HAS_UPDATE)
-    is_bad_update = rows.has(Outcome.APPLIED) & ~update
-    is_fault = (is_finite & is_bad_update) | (~parameter & np.append(False, is_finite[:-1]))
-    fault = "non-finite parameters after a finite gradient: the hardware or the optimizer is faulty"
-    is_fatal = ~parameter | is_bad_update
-    rewind_or_stop = "rewind" if num_rewinds < MOST_REWINDS else "stop"
-    never = f"no window closed in {LONGEST_WINDOW} calls"
-    rules = [
-        RowRule(rewind_or_stop, fault, is_fault, is_fault=True),
-        RowRule("rewind", "non-finite parameters", is_fatal & ~is_fault, np.maximum(num_bad, 1)),
-        RowRule("stop", "non-finite parameters and no checkpoint to restore", is_fatal),
-        RowRule("rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped),
-        RowRule("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
-        RowRule("stop", never, num_open > LONGEST_WINDOW),
-    ]
-    if num_rewinds == 0:
-        return [*rules, RowRule("rewind", "replicas differ", differs, is_fault=True)]
-    return [*rules, RowRule("stop", "hardware: replicas differ again", differs, is_fault=True)]
-
-
-def _is_starved(rows: Rows, incidents: Sequence[Incident]) -> HostArray:
-    """Return the rows of "clip" incidents if the loss has not fallen since the clip began."""
-    # In other rows, the clip did not run or its factor is meaningless.
-    has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
-    is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
-    is_starved = np.isin(rows.step, [x.step for x in incidents if "clip" in x.kinds])
-    for t in np.flatnonzero(is_starved):
-        onset = 1 + np.flatnonzero(is_large[:t]).max(initial=-1)
-        before, since = rows.loss[max(onset - QUIET, 0) : onset], rows.loss[onset : t + 1]
-        is_starved[t] = onset > 0 and median(since) >= median(before)
-    return is_starved
-
-
-def _is_bad(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
-    """Return which steps were applied with a loss that is an outlier or a non-finite gradient.
-
-    Outliers of norms are not bad, because a harmful one also raises the loss. A permanent rise of a
-    value loss is not bad either.
-    """
-    limit, is_outlier = np.full(len(rows.step), np.inf), np.zeros(len(rows.step), bool)
-    for x in incidents:
-        kinds = {*x.kinds}
-        has_outlier = "loss" in kinds and "growth" not in kinds
-        if has_outlier or kinds & {"nan", "infinity"}:
-            is_outlier |= rows.step == x.step
-        is_rise = "flat" in kinds or (rewind_on_rise and kinds & {"loss", "risen"})
-        if has_outlier or is_rise:
-            first = x.step - BLOCK + 1 if "risen" in kinds else x.step
-            is_near = (rows.step >= first) & (rows.step < x.step + GAP)
-            limit[is_near] = np.minimum(limit[is_near], x.loss_threshold)
-    return rows.has(Outcome.APPLIED) & (is_outlier | (rows.loss >= limit))
 
 
 def check_same_log(report: Report) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -21,7 +22,7 @@ from .._checks import (
     check_state,
     listed,
 )
-from .._devices import fusion_barrier, pair_of_sums
+from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
 from .._metrics import metrics
 from .._run_if import like_dtypes
@@ -29,15 +30,15 @@ from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
-from ..norms._groups import NormGroups
+from ..norms._groups import NormGroups, num_slices
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
-from ..norms._reduce import reduce_axes, squares, table_of_sums
+from ..norms._reduce import reduce_axes, reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
-from ..wrappers._inner import apply_updates
 from ..wrappers._state import has_flag, outcome_of
+from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
 from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
@@ -63,7 +64,7 @@ class WatchState(NamedTuple):
         return dict(zip(names, values, strict=True))
 
     def continued_from(self, earlier: WatchState) -> WatchState:
-        """Return this initial state with the step count of an old state of another `history`."""
+        """Return this initial state with the step count of a state that has another `history`."""
         return self._replace(step_count=earlier.step_count)
 
 
@@ -122,6 +123,9 @@ def find_watch(state: Tree, which: int | None = None) -> WatchState:
         rule, got = "a state with one state of `watch`", listed(places) or type(state).__name__
         hint = "Pass the state of one `gcx.watch`, or its index as `gcx.Monitor(params, which=0)`."
         raise type_error("state", rule, got, hint)
+    if which is not None and which >= len(found):
+        rule = f"the index of one of {len(found)} states of `watch`"
+        raise value_error("which", rule, which, "Pass 0 for the outermost `watch`.")
     return found[which or 0][1]
 
 
@@ -483,12 +487,32 @@ def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
 
 
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
-    """Return two sums for each norm group; see `table_of_sums`."""
+    """Return a table with two sums over the leaves of each norm group, float[groups, 2].
+
+    `terms(leaf, axes, *others)` returns two sums for each slice of a leaf, float[slices, 2]. The
+    first column contains the leaves. One kernel reduces small leaves with the same slices.
+    """
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
+    leaves, groups = columns[0], units.groups
+    labels = groups.group_of_leaf if groups.axes is None else groups.axes
+    stacks = stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
+    parts = reduce_groups(
+        terms,
+        *[stack(column, stacks) for column in columns],
+        groups=groups.of_stacks(stacks),
+        axis_name=units.axis_name,
+    )
+    zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # for a group without leaves
+    table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
+    if groups.axes is not None and leaves:
+        # Each row is one slice of a leaf. Reorder the rows, which are sorted by stack, by leaf.
+        ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
+        rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
+        order = np.concatenate([rows_of_leaf[i] for indices in stacks for i in indices])
+        table = table[np.argsort(order)]
     # Without the barrier, XLA:CPU duplicates kernels of all leaves for each consumer.
-    sums = table_of_sums(terms, *columns, groups=units.groups, axis_name=units.axis_name)
-    return fusion_barrier(sums)
+    return fusion_barrier(table)
 
 
 def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:

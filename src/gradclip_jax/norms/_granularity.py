@@ -26,7 +26,7 @@ from .._checks import (
 from .._errors import public, type_error, value_error
 from .._types import Array, Labels, Path, Tree, as_pytree
 from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
-from ._leaves import inexact_shapes, is_inexact
+from ._leaves import inexact_leaves_or_placeholders, is_inexact
 
 
 @as_pytree
@@ -78,7 +78,7 @@ def select_labels(argument: str, groups: NormGroups, labels: Sequence[Hashable])
 
 def group_names(granularity: Literal["global", "leaf"] | Granularity, tree: Tree) -> list[str]:
     """Return the names of all norm groups of a tree, in the order of their norms."""
-    groups = as_granularity(granularity).partition(inexact_shapes(tree), tree)
+    groups = as_granularity(granularity).partition(inexact_leaves_or_placeholders(tree), tree)
     names = [str(label) for label in groups.labels]
     leaves = [entry for entry in jax.tree.leaves_with_path(tree) if is_inexact(entry[1])]
     for (path, x), axes in zip(leaves, groups.axes or (), strict=False):

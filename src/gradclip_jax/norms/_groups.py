@@ -46,6 +46,18 @@ class NormGroups(NamedTuple):
             return self.num_arrays
         return sum(map(num_slices, leaves, self.axes))
 
+    def of_stacks(self, stacks: Sequence[Sequence[int]]) -> NormGroups:
+        """Return the norm groups of stacks of leaves, given the indices of their leaves.
+
+        The leaves of a stack belong to the same norm group, or have the same slices.
+        """
+        if self.axes is None:
+            group_of_stack = tuple([self.group_of_leaf[first] for first, *_ in stacks])
+            return self._replace(group_of_leaf=group_of_stack)
+        # The leaves of a stack are indexed by a new axis 0.
+        axes = [tuple(a + (len(rest) > 0) for a in self.axes[first]) for first, *rest in stacks]
+        return slice_groups(axes, is_local=self.is_local)
+
 
 def tree_groups(leaves: Sequence[Array], tree: Tree = None) -> NormGroups:
     """Define one norm group with all leaves."""
@@ -85,7 +97,7 @@ class PerGroup:
     groups: NormGroups
 
     def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
-        """Apply an elementwise function to the numbers of each group.
+        """Apply an elementwise function to the number of each group.
 
         A scalar in `others` is used for every group.
         """

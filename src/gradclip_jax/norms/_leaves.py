@@ -47,13 +47,6 @@ def leaves_at(tree: Tree, places: Sequence[int]) -> list[Array]:
     return [jnp.asarray(leaves[place]) for place in places]
 
 
-def flatten(tree: Tree) -> Leaves:
-    """Flatten a tree, and select its inexact leaves."""
-    given, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(given) if is_inexact(x)]
-    return Leaves([jnp.asarray(given[i]) for i in places], places, given, structure)
-
-
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
     """Flatten a tree, and raise unless its leaves are floating-point, complex or float0.
 
@@ -100,11 +93,11 @@ def is_inexact(leaf: object) -> bool:
 
 def inexact_leaves(tree: Tree) -> list[Array]:
     """Return the inexact leaves of a tree as arrays."""
-    return list(map(jnp.asarray, inexact_shapes(tree)))
+    return list(map(jnp.asarray, inexact_leaves_or_placeholders(tree)))
 
 
-def inexact_shapes(tree: Tree) -> list[Any]:
-    """Return the inexact leaves of a tree without converting them to arrays.
+def inexact_leaves_or_placeholders(tree: Tree) -> list[Any]:
+    """Return the inexact leaves of a tree, which are not converted to arrays.
 
     `optax.tree.map_params` passes placeholders to `init`, which are not arrays.
     """

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from .._devices import MAX_STACKED_SIZE, map_arrays, stack, stackable, tree_reduce
 from .._types import Array, AxisName, Scalar, Tree
-from ._groups import Axes, NormGroups, PerGroup, num_slices, slice_groups, split, tree_groups
+from ._groups import Axes, NormGroups, PerGroup, split, tree_groups
 from ._leaves import norm_dtype, wide_dtype
 from ._mesh import max_over, num_devices, shard_axes, sum_over
 
@@ -155,52 +154,9 @@ def _reduce_stacked(
     """Reduce each norm group as `reduce_groups` does; small leaves of a group are stacked first."""
     # Slices are not stacked, because their norms would have to be unstacked again.
     if groups.axes is None:
-        stacks = small_stacks(groups, leaves)
-        groups, leaves = groups_of_stacks(groups, stacks), stack(leaves, stacks)
+        stacks = stackable(leaves, labels=groups.group_of_leaf, max_size=MAX_STACKED_SIZE)
+        groups, leaves = groups.of_stacks(stacks), stack(leaves, stacks)
     return reduce_groups(terms, leaves, groups=groups, axis_name=axis_name, is_sum=is_sum)
-
-
-def small_stacks(groups: NormGroups, *columns: Sequence[Array]) -> list[list[int]]:
-    """Return the indices of the leaves in each stack. One kernel reduces a stack.
-
-    A stack contains small leaves of one type that belong to the same norm group, or have the same
-    slices. A large leaf is not stacked. Each column contains an array for each leaf.
-    """
-    labels = groups.group_of_leaf if groups.axes is None else groups.axes
-    return stackable(*columns, labels=labels, max_size=MAX_STACKED_SIZE)
-
-
-def groups_of_stacks(groups: NormGroups, stacks: Sequence[Sequence[int]]) -> NormGroups:
-    """Return the norm groups of stacks of leaves, given the indices of the leaves in each stack."""
-    if groups.axes is None:
-        group_of_stack = tuple([groups.group_of_leaf[first] for first, *_ in stacks])
-        return groups._replace(group_of_leaf=group_of_stack)
-    # The leaves of a stack are indexed by a new axis 0.
-    axes = [tuple(a + (len(rest) > 0) for a in groups.axes[first]) for first, *rest in stacks]
-    return slice_groups(axes, is_local=groups.is_local)
-
-
-def table_of_sums(
-    terms: Callable[..., Array], *columns: Sequence[Array], groups: NormGroups, axis_name: AxisName
-) -> Array:
-    """Return a table with two sums over the leaves of each norm group, float[groups, 2].
-
-    `terms(leaf, axes, *others)` returns two sums for each slice of a leaf, float[slices, 2]. The
-    first column contains the leaves.
-    """
-    leaves, stacks = columns[0], small_stacks(groups, *columns)
-    stacked = [stack(column, stacks) for column in columns]
-    stack_groups = groups_of_stacks(groups, stacks)
-    parts = reduce_groups(terms, *stacked, groups=stack_groups, axis_name=axis_name)
-    zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # for a group without leaves
-    table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
-    if groups.axes is None or not leaves:
-        return table
-    # Each row is one slice of a leaf. Reorder the rows, which are sorted by stack, by leaf.
-    ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
-    rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
-    order = np.concatenate([rows_of_leaf[i] for indices in stacks for i in indices])
-    return table[np.argsort(order)]
 
 
 def root_mean_squares(norms: PerGroup, leaves: Sequence[Array], axis_name: AxisName) -> PerGroup:

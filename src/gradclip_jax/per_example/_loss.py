@@ -130,7 +130,7 @@ class Examples(NamedTuple):
         return jax.vmap(functools.partial(self.outputs_of_one, leaves))(batch)
 
     def outputs_of_one(self, leaves: list[Array], example: Example) -> Outputs:
-        """Compute the loss value, weight and gradient factors of one example."""
+        """Compute the loss and the weight of one example, and the factors of its gradient."""
         run = jax.value_and_grad(self.value_of, has_aux=True)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(leaves, example)
         count = len(closed.out_avals) - len(leaves)

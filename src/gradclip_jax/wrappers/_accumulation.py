@@ -132,6 +132,10 @@ class Accumulation(NamedTuple):
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
+    def always_closes(self, state: AccumulationState, batch: MicroBatch) -> bool:
+        """Return whether each accepted micro-batch is a window of positive weight."""
+        return not (self.has_sum(state) or batch.is_weight_passed)
+
     def length(self, gradient_step: Scalar) -> Scalar:
         """Return the number of micro-batches in the given window, in [1, 2^31)."""
         length = self.every
@@ -219,7 +223,9 @@ class Accumulation(NamedTuple):
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:
-            extra_args[name] = state.loss.result(self.reduction)
+            # A call of `flush` may be the first one with a loss.
+            window_loss = state.loss.result(self.reduction)
+            extra_args[name] = jnp.where(state.loss.weight > 0, window_loss, as_loss(name, value))
         if is_gradient(extra_args, gradient):
             extra_args["grad"] = gradient
         return gradient, extra_args, buffer
@@ -227,7 +233,7 @@ class Accumulation(NamedTuple):
     def finish(
         self, state: AccumulationState, closes: Scalar, is_applied: Scalar
     ) -> AccumulationState:
-        """Count gradient steps and empty windows, and empty the window if it closed."""
+        """Update the counts, and reset the window if it closed."""
         is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),

@@ -11,12 +11,14 @@ import optax
 from jax import lax
 
 from .._checks import check_count, check_transformation, describe, is_scalar
-from .._errors import type_error, value_error
-from .._types import AxisName, Count, Scalar, Tree
+from .._errors import named, type_error, value_error
+from .._states import increment_where
+from .._types import Array, AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
 from ..norms._mesh import check_axis_name, shard_axes
 from ..norms._reduce import norm_of_leaves
+from ._state import CallOutcome, GuardState, has_flag
 
 ExtraArgs: TypeAlias = dict[str, Any]
 """The extra arguments of `update` by name."""
@@ -44,10 +46,9 @@ class Guard(NamedTuple):
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
         check: Function that checks the gradient of a step.
-        check_micro_batch: Function that checks each micro-batch if the guard is around an
-            accumulation; None to use `check`.
-        check_window: Function that checks the gradient of each window if the guard is around an
-            accumulation; None to check only micro-batches.
+        check_micro_batch: Function that checks each micro-batch instead if the guard is around an
+            accumulation.
+        check_window: Function that then checks the gradient of each window as well, or None.
         init: Function `params -> rule_state` that returns the guard's own initial state.
         advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
             this guard skipped, or if the gradient was applied or accumulated.
@@ -65,7 +66,7 @@ class Guard(NamedTuple):
     name: str
     causes: tuple[str, ...]
     check: GradientCheck
-    check_micro_batch: GradientCheck | None = None
+    check_micro_batch: GradientCheck
     check_window: GradientCheck | None = None
     init: Callable[[Tree], Tree] = lambda params: ()
     advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
@@ -76,13 +77,39 @@ class Guard(NamedTuple):
     axis_name: AxisName = None
     max_consecutive_skips: Count | None = None
 
-    def receive(self, grads: Tree, rule_state: Tree, params: Tree) -> Tree:
-        """Unscale a gradient, and set the leaves that are not trainable to zero."""
-        return zero_excluded(self.trainable, self.unscale(grads, rule_state), params_of(params))
+    def receive(
+        self, grads: Tree, extra_args: ExtraArgs, rule_state: Tree, params: Tree
+    ) -> tuple[Tree, ExtraArgs]:
+        """Unscale a gradient, and set the leaves that are not trainable to zero.
+
+        An extra argument `grad` that is a gradient is unscaled as well.
+        """
+        if is_gradient(extra_args, grads):
+            extra_args = extra_args | {"grad": self.unscale(extra_args["grad"], rule_state)}
+        grads = zero_excluded(self.trainable, self.unscale(grads, rule_state), params_of(params))
+        return grads, extra_args
 
     def norm(self, grads: Tree) -> Scalar:
         """Return the norm of a gradient on all devices."""
         return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
+
+    def next_state(
+        self, state: GuardState, flags: Array | int, observed: Tree, is_used: Scalar | bool
+    ) -> GuardState:
+        """Count a skip by its cause, and update the guard's own state.
+
+        `flags` says whether and why this guard skips, as in `Skips`. `is_used` is True if no guard
+        skips and the gradient was accumulated or applied.
+        """
+        counts = {
+            cause: increment_where(count, has_flag(flags, CallOutcome.of_cause(cause)))
+            for cause, count in state.skipped.items()
+        }
+        is_skipped = jnp.asarray(flags != 0)
+        with named(self.name):
+            advanced = self.advance(state.rule_state, observed, is_skipped)
+        rule_state = optax.tree.where(is_skipped | is_used, advanced, state.rule_state)
+        return GuardState(counts, rule_state)
 
 
 def check_guard_arguments(

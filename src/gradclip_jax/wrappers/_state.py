@@ -63,17 +63,17 @@ class WrapperState(NamedTuple):
     remaining buffers with the outputs in order; in another order, XLA would copy every scalar.
 
     Attributes:
-        consecutive_skips: Number of skipped calls and of windows without weight since the last
-            applied step, int32[]. Calls that only accumulate do not count.
+        consecutive_skips: Number of skipped calls, and of windows whose total weight is 0, since
+            the last applied step, int32[]. Calls that only accumulate do not count.
         guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
             ever too small, else 0, int32[].
         outer: State of each guard around the accumulation, from the outermost to the innermost.
         accumulation: `AccumulationState`, or None without an accumulation.
         guards: State of each guard inside the accumulation, or of all guards without one.
         inner_state: State of the inner transformation.
-        outcome: What the last call did, int32[], flags of `CallOutcome`; 0 before the first call.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
+        outcome: What the last call did, int32[], flags of `CallOutcome`; 0 before the first call.
     """
 
     consecutive_skips: Scalar
@@ -82,8 +82,8 @@ class WrapperState(NamedTuple):
     accumulation: Tree
     guards: tuple[GuardState, ...]
     inner_state: Tree
-    outcome: Scalar
     grad_norm: Scalar | None
+    outcome: Scalar
 
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for the guards and the accumulation."""

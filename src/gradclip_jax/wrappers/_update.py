@@ -18,8 +18,8 @@ from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
 from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
-from ._inner import apply_updates
 from ._nesting import Wrappers
+from ._step import apply_updates
 
 
 class InPlaceUpdate:

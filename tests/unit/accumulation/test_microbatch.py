@@ -1,6 +1,7 @@
 """`microbatched_value_and_grad`: the whole batch's value, gradient and aux, in parts."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -70,15 +71,6 @@ def test_value_and_gradient_are_those_of_the_whole_batch(parts):
         return microbatched(loss, parts)(params, batch), weighted(params, batch)
 
     agree(jax.jit(both)(PARAMS, DATA), (whole(PARAMS, DATA), whole_of_tokens(PARAMS, DATA)))
-
-
-def test_arguments_are_chosen_as_by_jax_and_batches_are_any_pytrees():
-    def fun(params, x, scale, rest):
-        return loss(params, {"x": x * scale, "y": rest[0]["y"]})
-
-    args = PARAMS, X, 2.0, [{"y": Y}, None]
-    take = microbatched(fun, 4, argnums=(2, -4), batch_argnums=(1, -1))
-    agree(jax.jit(take)(*args), jax.jit(jax.value_and_grad(fun, (2, -4)))(*args))
 
 
 def test_sums_of_complex_and_64_bit_parameters_lose_nothing():
@@ -236,13 +228,14 @@ def test_rows_come_back_in_order_floats_as_their_mean_and_all_else_as_aux_reduct
 
 
 def test_each_micro_batch_gets_its_own_key():
-    def fun(w, batch, *keys):
+    def fun(w, batch, key, more):
+        keys = [key, *more.values()]
         return jnp.mean(w * batch), [jax.random.uniform(key, batch.shape) for key in keys]
 
     keys = jax.random.key(0), jax.random.PRNGKey(1)
     take = jax.jit(microbatched(fun, 4, has_aux=True, rng_argnums=(2, 3)))
-    (_, noises), _ = take(1.0, Y, *keys)
-    for noise, key in zip(noises, keys, strict=True):
+    (_, noises), _ = take(1.0, Y, keys[0], {"a": keys[1], "b": keys[0]})
+    for noise, key in zip(noises, (*keys, keys[0]), strict=True):
         each = [jax.random.uniform(k, (EACH, 3)) for k in jax.random.split(key, 4)]
         np.testing.assert_array_equal(noise, jnp.stack(each, axis=1).reshape(BATCH, 3))
 
@@ -266,10 +259,11 @@ def test_a_batch_without_weight_gives_zero_even_if_it_is_nan():
     assert not any(np.any(x) for x in jax.tree.leaves(found))
 
 
-def test_a_sum_weighs_gradients_by_their_weights():
-    (_, total), mean = whole_of_tokens(PARAMS, DATA)
-    _, grads = jax.jit(in_parts(reduction="sum"))(PARAMS, DATA)
-    chex.assert_trees_all_close(grads, jax.tree.map(lambda g: g * total, mean), rtol=1e-4)
+def test_a_sum_weighs_values_and_gradients_by_their_weights():
+    (value, total), mean = whole_of_tokens(PARAMS, DATA)
+    (found, _), grads = jax.jit(in_parts(reduction="sum"))(PARAMS, DATA)
+    wanted = jax.tree.map(lambda x: x * total, (value, mean))
+    chex.assert_trees_all_close((found, grads), wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
@@ -390,3 +384,95 @@ def test_inside_shard_map_the_gradient_is_reduced_once_after_the_loop():
     assert sum(sizes) == sum(p.size for p in jax.tree.leaves(PARAMS)) + 1
     assert len([s for s in sizes if s > 1]) == (1 if compat.VERSION >= (0, 10) else 2)
     agree(program(PARAMS, batch), whole(PARAMS, jax.device_get(batch)))
+
+
+# --- arguments that are not split, and dtypes ---------------------------------------------------
+
+
+@pytest.mark.parametrize("as_keyword", [False, True], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 4), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+@pytest.mark.sampled
+def test_a_second_argument_of_the_batch_size_that_is_not_split_warns(make, as_keyword):
+    fun = make(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+    x, y = jnp.arange(4.0), jnp.ones(4)
+    with pytest.warns(UserWarning, match="batch_argnums") as found:
+        fun(1.0, x, y=y) if as_keyword else fun(1.0, x, y)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda f: microbatched(f, 2), lambda f: gcx.per_example.value_and_grad(f, jnp.inf)],
+    ids=["microbatched", "per_example"],
+)
+@pytest.mark.sampled
+def test_a_raw_key_is_not_taken_for_a_batch_of_its_length(make, impl):
+    key = jax.random.PRNGKey(0, impl=impl)
+    fun = make(lambda w, x, state: jnp.mean(w * x))
+    fun(1.0, jnp.ones(len(key)), {"key": key})
+    fun(1.0, jnp.ones(len(key)), state=key)
+
+
+def window_over_devices(w, x):
+    """The program of docs/sharding.md: a window on each device, and one mean over devices."""
+    mean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "data"))
+    tx, varying = (
+        gcx.accumulate_gradients(optax.chain(mean, optax.sgd(1.0)), 2),
+        compat.vary(w, "data"),
+    )
+    state = tx.init(w)
+    sums = state.accumulation.gradient
+    sums = sums._replace(total=compat.vary(sums.total, "data"))
+    state = state._replace(accumulation=state.accumulation._replace(gradient=sums))
+    for part in jnp.split(x, 2):
+        grads = jax.grad(lambda w, x: jnp.mean(x @ w))(varying, part)
+        updates, state = tx.update(grads, state, w)
+    return updates
+
+
+REDUCED = {
+    "microbatched": microbatched(lambda w, x: jnp.mean(x @ w), 2),
+    "per_example": gcx.per_example.value_and_grad(lambda w, x: x @ w, jnp.inf),
+    "accumulate": lambda w, x: (0.0, window_over_devices(w, x)),
+}
+
+
+@compat.needs_eight_devices
+@pytest.mark.parametrize("name", REDUCED)
+def test_gradients_of_bfloat16_parameters_are_reduced_over_devices_in_float32(name):
+    """XLA on CPU would add them in float32 anyway, so that the result does not show the type."""
+    fun = sharded((WHOLE, SHARDS), WHOLE)(lambda w, x: REDUCED[name](w, x)[1])
+    text = fun.lower(jnp.ones(128, jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)).as_text()
+    types = re.findall(r"all_reduce.*?\}\).*? : \(tensor<(.*?)>\) ->", text, re.S)
+    assert "128xf32" in types and not any("bf16" in x for x in types)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.sampled
+def test_micro_batches_support_strict_promotion(has_weight):
+    def loss(w, x):
+        value = jnp.mean(x * w)
+        return (value, jnp.float32(2.0)) if has_weight else value
+
+    with compat.strict():
+        microbatched(loss, 2, has_weight=has_weight)(jnp.float32(1.0), jnp.ones(4))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_batch_has_auxiliary_outputs_without_rows(count):
+    fun = microbatched(lambda w, x: (jnp.sum(w * x), x), count, has_aux=True)
+    (value, aux), grad = fun(1.0, jnp.zeros((0, 4)))
+    assert (float(value), aux.shape, float(grad)) == (0.0, (0, 4), 0.0)
+
+
+def test_a_sum_of_small_integers_does_not_wrap():
+    fun = microbatched(
+        lambda w, x: (jnp.sum(w * x), jnp.uint8(200)), 4, has_aux=True, aux_reduction="sum"
+    )
+    assert int(fun(1.0, jnp.ones(4))[0][1]) == 800

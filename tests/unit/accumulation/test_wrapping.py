@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_recipes import page
 
 import gradclip_jax as gcx
 import trees
@@ -120,7 +121,6 @@ def test_two_accumulations_in_a_partition_keep_their_own_windows():
 
 @pytest.mark.slow
 def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
-    # The recipe of docs/recipes/fp8.md.
     nn = pytest.importorskip("flax.linen")
     model, x = nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), trees.normal((16, 4), seed=1)
     variables = model.init(jax.random.key(0), x)
@@ -129,21 +129,9 @@ def test_statistics_of_a_flax_fp8_layer_are_those_of_the_big_batch():
         # A sum over examples: the gradient of an output is that of the big batch.
         return jnp.sum(model.apply(variables, x) ** 2) / 16
 
-    def maximum(every):
-        def init(params):
-            return jnp.int32(0), jax.tree.map(jnp.zeros_like, params)
-
-        def update(new, state, params):
-            count, top = state[0] + 1, jax.tree.map(jnp.maximum, state[1], new)
-            is_last = count == every
-            updates = jax.tree.map(lambda t, p: jnp.where(is_last, t - p, 0), top, params)
-            return updates, (count % every, jax.tree.map(lambda t: jnp.where(is_last, 0, t), top))
-
-        return optax.GradientTransformation(init, update)
-
     inner = {
         "params": gcx.accumulate_gradients(optax.sgd(0.1), 4, reduction="sum"),
-        "_overwrite_with_gradient": maximum(4),
+        "_overwrite_with_gradient": page("fp8")["maximum"](4),
     }
     tx = optax.partition(inner, {name: name for name in inner})
     step = jax.jit(lambda p, s, x: gcx.apply_gradients(tx, jax.grad(loss)(p, x), s, p))
@@ -175,6 +163,6 @@ def test_the_variables_of_nnx_are_taken_and_returned():
         assert jax.tree.structure(out) == jax.tree.structure(carry)
         carry = out
     updates, state = gcx.flush(tx, carry[1], params)
-    assert jax.tree.structure(state) == jax.tree.structure(carry[1])
+    assert jax.tree.structure((updates, state)) == jax.tree.structure(carry)
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
     assert np.any(updates["kernel"][...]) and np.any(carry[0]["kernel"][...] != model.kernel[...])

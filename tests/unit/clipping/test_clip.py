@@ -20,6 +20,7 @@ import hlo
 import oracles
 import trees
 from clip_cases import assert_close, assert_same_bits
+from marks import slow
 from public import FUNCTIONS
 
 # --- clip_grad_norm -------------------------------------------------------------------------
@@ -237,3 +238,17 @@ def test_clip_is_exact_and_small_gradients_are_unchanged(clip, exact, grads, thr
     within = exact(leaves, threshold * (1 - 4 * EPS))
     if all(np.array_equal(x, oracles.wide(given)) for x, given in zip(within, leaves, strict=True)):
         assert all(x.tobytes() == given.tobytes() for x, given in zip(clipped, leaves, strict=True))
+
+
+@pytest.mark.parametrize("bad", [math.nan, *slow(math.inf, 3e38)], ids=["nan", "inf", "overflow"])
+@pytest.mark.parametrize("name", ["global", "leaf", "agc"])
+def test_forward_derivatives_of_a_bad_step_are_zero_as_reverse_ones(name, bad):
+    clips = {"leaf": gcx.clip_by_leaf_norm, "agc": gcx.adaptive_grad_clip}
+    clip, ones = clips.get(name, gcx.clip_by_global_norm)(0.1), jnp.ones(3)
+
+    def clipped(grads):
+        return clip.update(grads, clip.init(ones), ones)[0]
+
+    grads = jnp.array([bad, bad, 1.0])
+    assert not jax.jvp(clipped, (grads,), (ones,))[1].any()
+    assert not jax.grad(lambda g: clipped(g).sum())(grads).any()

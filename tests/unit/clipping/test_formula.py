@@ -143,3 +143,10 @@ def test_bounds_of_a_value_need_not_be_symmetric_positive_or_numbers_of_the_dtyp
         exact = np.clip(oracles.wide(x), low, high)
         found = oracles.wide(clamp(low, high))
         np.testing.assert_allclose(found, exact, rtol=2 * oracles.eps(dtype))
+
+
+def test_traced_bounds_of_a_value_that_are_both_negative_give_zeros_or_values_within_them():
+    grads = jnp.float32([-3.0, 0.0, 3.0])
+    clamp = jax.jit(lambda high, low: gcx.clip_by_value(high, min_value=low).update(grads, ())[0])
+    found = clamp(-1.0, -2.0)
+    assert not np.any(found) or np.all((found >= -2) & (found <= -1))

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradclip_jax as gcx
@@ -23,6 +24,12 @@ def test_stacked_rms_is_that_of_a_layer_and_empty_layers_pass():
     np.testing.assert_allclose(updates["x"], exact, rtol=1e-6)
     np.testing.assert_allclose(state.grad_norm, oracles.vector_norm(x), rtol=1e-6)
     assert updates["a"].shape == (0, 3) and updates["b"].shape == (2, 0)
+
+
+def test_the_rms_of_a_block_is_compared_with_that_of_its_parameters():
+    clip = gcx.clip_by_block_rms(gcx.thresholds.relative_to_params(0.1))
+    updates, _ = step(clip, jnp.full((3, 4), 5.0), jnp.full((3, 4), 2.0))
+    np.testing.assert_allclose(updates, 0.2, rtol=1e-6)
 
 
 # --- groups ---------------------------------------------------------------------------------
@@ -90,6 +97,25 @@ def test_units_over_any_axis():
 
     exact = oracles.adaptive_grad_clip(grads, params, 0.3, 1e-3, [axes for *_, axes in rows])
     assert_close(update(grads, params), exact)
+
+
+# --- prefix trees ---------------------------------------------------------------------------
+
+
+PREFIX_TREES = {
+    "num_layer_axes": gcx.clip_by_leaf_norm(gcx.thresholds.ema(), num_layer_axes={"w": 1, "b": 0}),
+    "labels": gcx.clip_by_group_norm(1.0, {"w": "a", "b": "b"}),
+    "granularity": gcx.watch(
+        optax.sgd(1.0), granularity=gcx.granularities.group({"w": "a", "b": "b"}), of=()
+    ),
+}
+
+
+@pytest.mark.parametrize("tx", PREFIX_TREES.values(), ids=PREFIX_TREES)
+def test_map_params_of_optax_accepts_transformations_with_prefix_trees(tx):
+    tx, params = optax.chain(tx, optax.trace(0.9)), {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+    doubled = optax.tree.map_params(tx, lambda x: 2 * x + 1, tx.init(params))
+    np.testing.assert_array_equal(doubled[1].trace["w"], jnp.ones((4, 2)))
 
 
 # --- reactions ------------------------------------------------------------------------------

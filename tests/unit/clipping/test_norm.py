@@ -33,9 +33,11 @@ def worst(tree, ord=2.0) -> float:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def own_norms(x, axes, ord=2.0):
     """The norms of the units inside a leaf as a rule sees them: -1 where it sees none."""
-    rule = gcx.thresholds.Rule(lambda norm: norm - 1, lambda norm, state, _: (norm, norm))
+    rule = gcx.thresholds.Rule(
+        lambda norm: norm - 1, lambda norm, state, _: (norm, norm), name="last"
+    )
     clip = gcx.clip_by_norm(rule, granularity=gcx.granularities.axis(axes), ord=ord)
-    return clip.update(x, clip.init(x))[1].rules[0][""]
+    return clip.update(x, clip.init(x))[1].rules[0]["last"]
 
 
 # --- accuracy -------------------------------------------------------------------------------
@@ -166,16 +168,11 @@ A, B = np.array([1.0, -3.0, 0.5, 2.0]), np.array([0.25, 1.0, -2.0, 1.0])
 
 # From two vectors of the size under test to the gradient; every function is linear in its scale.
 PRODUCERS = {
-    "negative scale": lambda a, b: -0.5 * a,
-    "product": lambda a, b: a * jnp.sign(b),
     "fused multiply-add": lambda a, b: a * 0.5 - b * 0.25,
     "cast": lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32),
-    "where": lambda a, b: jnp.where(b > 0, a, -a),
     "scatter": lambda a, b: jnp.zeros_like(a).at[jnp.array([0, 1, 1, 2])].add(-a),
-    "broadcast of a scalar": lambda a, b: jnp.full((3, 4), -a[1]),
     "dot": lambda a, b: -jnp.dot(a.reshape(2, 2), jnp.eye(2), precision="highest"),
     "sum over an axis": lambda a, b: -jnp.stack([a, b]).sum(0),
-    "one element": lambda a, b: -2.0 * a[1] * 0.5,
     "scan": lambda a, b: jax.lax.scan(lambda c, x: (c, -x), 0.0, a)[1],
 }
 

@@ -13,7 +13,6 @@ import pytest
 
 import gradclip_jax as gcx
 import recorded
-import rule_oracles as oracles
 from clip_cases import recordings, train
 from gradclip_jax import thresholds
 
@@ -93,9 +92,6 @@ def test_percentile_gives_what_the_authors_code_gives(run):
 def test_zscore_gives_what_the_authors_code_gives(run):
     given = [run.given[name] for name in ("z_thresh", "alpha", "warmup_steps")]
     found, _ = follow(thresholds.zscore(*given), run.norms)
-    want = oracles.zscore(run.norms, *given)
-    # No decision hangs on a rounding: z is never within 0.2 of its threshold.
-    assert np.nanmin(want["margin"]) > 0.2
     theirs = recorded.numbers(run.gave["threshold"])
     until = until_zero(run)
     clipped = ~is_unbounded(found)

@@ -185,3 +185,37 @@ def test_axis_name_is_harmless_where_types_speak():
     specs = SPECS["fsdp"]
     fun = mapped(lambda g: gcx.global_norm(g, axis_name="data"), (specs,), P())
     assert oracles.ulps(fun(grads()), oracles.global_norm(trees.leaves(grads()))) <= 8
+
+
+def test_an_empty_axis_name_means_the_norm_of_this_device():
+    def clipped(g):
+        return (
+            gcx.clip_by_global_norm(1.0, axis_name=()).update(g, None)[0],
+            gcx.clip_by_leaf_norm(1.0, axis_name=()).update(g, None)[0],
+            gcx.clip_grad_norm(g, 1.0, axis_name=())[0],
+            g / jnp.maximum(1.0, gcx.global_norm(g, axis_name=())),
+        )
+
+    spec, rows = P(("data", "model")), trees.normal((8, 5))
+    exact = rows / np.maximum(1, np.linalg.norm(rows, axis=1, keepdims=True))
+    for found in mapped(clipped, (spec,), spec)(rows):
+        np.testing.assert_allclose(found, exact, rtol=1e-6)
+
+
+EXPLICIT = {
+    "zero": {"threshold": 1.0, "reaction": "zero"},
+    "function": {"threshold": 1.0, "reaction": lambda norm, threshold: threshold / (norm + 1)},
+    "ema": {"threshold": gcx.thresholds.ema(warmup_steps=1)},
+    "mean_std": {"threshold": gcx.thresholds.mean_std(window=4, warmup_steps=1)},
+    "relative": {"threshold": gcx.thresholds.relative_to_params(0.1)},
+}
+
+
+@pytest.mark.parametrize("options", EXPLICIT.values(), ids=EXPLICIT)
+def test_explicitly_sharded_norms_are_clipped_as_on_one_device(options):
+    clip = gcx.clip_by_norm(**options, granularity=gcx.granularities.axis(-1))
+    update = jax.jit(lambda grads: clip.update(grads, clip.init(grads), grads)[0])
+    tree = jnp.arange(32.0).reshape(8, 4)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        found = update(jax.device_put(tree, NamedSharding(mesh(AxisType.Explicit), P("data"))))
+    np.testing.assert_allclose(found, update(tree), rtol=1e-6)

@@ -142,19 +142,6 @@ def test_a_skip_copies_no_buffer(guard):
     assert not [shape for shape in copies if np.prod(list(map(int, shape.split(",")))) > 100]
 
 
-@pytest.mark.parametrize("extra", [{"flush": None}, {"weight": "mean"}, {"weight": [-np.inf]}])
-def test_extra_arguments_of_another_meaning_are_left_to_the_inner_one(extra):
-    def update(updates, state, params=None, **extra_args):
-        assert extra_args == extra
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    tx = gcx.skip_nonfinite(inner)
-    params = jnp.ones(1)
-    updates, _ = tx.update(params, tx.init(params), params, **extra)
-    assert updates.tolist() == [1.0]
-
-
 def test_a_weakly_typed_inner_state_is_traced_once():
     inner = optax.GradientTransformation(
         lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, 2 * state)
@@ -164,6 +151,3 @@ def test_a_weakly_typed_inner_state_is_traced_once():
     for _ in range(3):
         _, state = step(params, state, params)
     assert step._cache_size() == 1
-
-
-# With windows

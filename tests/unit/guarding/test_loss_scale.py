@@ -1,7 +1,5 @@
 """The loss scale: what it does to loss and gradient, when it moves, and in what it may stand."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -123,34 +121,3 @@ def test_other_guards_inside_see_unscaled_gradients_and_the_true_loss():
     # A spike is no fault of the scale.
     state = step(state, 100.0)
     assert gcx.metrics(state)["skipped_large_norm"] == 1 and scale_of(state) == 2.0**10
-
-
-scaled = functools.partial(gcx.dynamic_loss_scale, init_scale=2.0**16)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda inner: scaled(gcx.accumulate_gradients(inner, 4)),
-        lambda inner: gcx.accumulate_gradients(scaled(inner), 4),
-    ],
-)
-def test_accumulation_either_way_round_gives_the_numbers_of_float32(build):
-    # The gradients, 2^-28 to 2^-26, are no numbers of float16; 2^16 times as much is.
-    tx = build(optax.sgd(2.0**28, momentum=0.5))
-    micro = np.float16([1.0, 3.0, -2.0, 4.0, 0.5, 1.5, 2.0, 2.0])
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, x):
-        def loss(params):
-            product = params.astype(jnp.float16) * x * jnp.float16(2.0**-14)
-            return gcx.scale_loss(state, 2.0**-14 * product.astype(jnp.float32))
-
-        return gcx.apply_gradients(tx, jax.grad(loss)(params), state, params)
-
-    params, state, seen = jnp.float32(0), tx.init(jnp.float32(0)), []
-    for x in micro:
-        params, state = step(params, state, x)
-        seen.append(float(params))
-    first, second = micro.astype(np.float64).reshape(2, 4).mean(1)
-    assert seen[3::4] == [-first, -first - (second + 0.5 * first)]

@@ -22,8 +22,9 @@ TRAINED = {"t": True, "f": False}
             inner, lambda g, p, **_: g["f"]["b"][0] != 0, **options
         ),
         lambda inner, **options: gcx.skip_nonfinite(gcx.accumulate_gradients(inner, 1), **options),
+        functools.partial(gcx.dynamic_loss_scale, init_scale=1.0),
     ],
-    ids=["spikes", "if", "accumulation"],
+    ids=["spikes", "if", "accumulation", "scale"],
 )
 @pytest.mark.sampled
 def test_frozen_leaves_are_not_checked_and_reach_the_inner_transformation_as_zeros(guard):
@@ -72,12 +73,3 @@ def test_skip_if_checks_some_of_the_trained_leaves_in_one_line_and_the_others_tr
         for leaf, expected in applied.items():
             np.testing.assert_array_equal(updates[leaf], np.full_like(params[leaf], expected))
         assert gcx.metrics(state)["skipped_other"] == skips * every
-
-
-@pytest.mark.parametrize("mask", [1, {"t": "yes", "f": False}, {"t": 1.0}, lambda params: {"t": 2}])
-def test_a_mask_of_anything_but_bools_raises(mask):
-    with pytest.raises(
-        TypeError, match="^skip_nonfinite: `trainable` must be a prefix tree of bools"
-    ):
-        tx = gcx.skip_nonfinite(optax.sgd(1.0), trainable=mask)
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)

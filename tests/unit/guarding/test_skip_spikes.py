@@ -85,6 +85,30 @@ def test_a_rule_skips_no_constant_norm_and_adapts_to_a_lasting_rise(rule):
 # Loss and norm
 
 
+QUICK = {
+    "zscore": gcx.thresholds.zscore(warmup_steps=4),
+    "mean_std": gcx.thresholds.mean_std(4.0, window=8, warmup_steps=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", QUICK.values(), ids=QUICK)
+@pytest.mark.parametrize("loss", QUICK.values(), ids=QUICK)
+def test_a_lasting_rise_of_norm_or_loss_is_learned_in_31_skips(norm, loss):
+    """In each stream, a pattern repeats: a rise of the norm, of the loss, of both, or none."""
+    patterns = ["n", "l", "b", "n.", "l.", "b."]
+    rows = 1 + 0.1 * np.random.default_rng(0).random((len(patterns), 120, 2))
+    for row, pattern in zip(rows, patterns, strict=True):
+        for i in range(20, 120):
+            fault = pattern[i % len(pattern)]
+            row[i] *= 100.0 if fault in "nb" else 1.0, 100.0 if fault in "lb" else 1.0
+    skipped, _ = feed(
+        gcx.skip_spikes(optax.sgd(0.1), norm=norm, loss=loss), *np.moveaxis(rows, -1, 0)
+    )
+    streaks = ["".join("x" if x else " " for x in row).split() for row in skipped]
+    assert max(len(streak) for row in streaks for streak in row) <= 31
+
+
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "spike_guards.json").read_text())
 PUBLISHED = {  # window, values before the first threshold, divisor of the variance
     "levanter": {"window": 17, "warmup_steps": 8, "ddof": 0},

@@ -248,20 +248,8 @@ def test_numbers_are_the_same_in_all_formats(table):
             np.testing.assert_array_equal(found, np.float64(expected), name)
 
 
-WORDS = st.sampled_from(
-    [
-        "step",
-        "loss",
-        "grad_norm",
-        "gradient_norm/w",
-        "action",
-        "sentence",
-        "rewind_to",
-        "outcome",
-        "\x1b",
-        "\ud800",
-    ]
-)
+KEYS = "step loss grad_norm gradient_norm/w action sentence rewind_to outcome"
+WORDS = st.sampled_from([*KEYS.split(), "\x1b", "\ud800"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | WORDS,
     lambda x: st.lists(x, max_size=3) | st.dictionaries(WORDS, x, max_size=3),

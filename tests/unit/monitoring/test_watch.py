@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gradclip_jax as gcx
 from accumulation_cases import taken
 from gradclip_jax.monitoring._rows import Names, Outcome
-from guard_cases import SHARDS, WHOLE, sharded
+from guard_cases import SHARDS, WHOLE, saturated, sharded
 
 SGD = optax.sgd(1.0)
 
@@ -224,6 +224,14 @@ def test_nonfinite_elements_are_counted_and_unchanged_parameters_have_no_update(
     assert rows.norms[0, 1].tolist() == [0, 0, 0]
 
 
+def test_apply_gradients_measures_the_parameters_of_a_skipped_step():
+    tx, params = gcx.watch(gcx.skip_nonfinite(SGD)), {"w": np.float32([3.0])}
+    grads = {"w": np.float32([np.nan])}
+    _, state = jax.jit(functools.partial(gcx.apply_gradients, tx))(grads, tx.init(params), params)
+    found = gcx.metrics(state)
+    assert (found["parameter_norm"], found["update_norm"]) == (3, 0)
+
+
 def test_a_mask_leaves_other_leaves_unmeasured_and_unchanged():
     params = {"w": np.float32([3.0]), "frozen": np.float32([1.0]), "count": np.int32([5])}
     grads = {"w": np.float32([4.0]), "frozen": np.float32([np.nan]), "count": np.int32([1])}
@@ -323,3 +331,23 @@ def test_layers_that_are_sharded_over_explicit_axes_have_norms_of_the_whole():
     assert names.units == ("b", *(f"h[{i}]" for i in range(8)), "out")
     expected = [norm64(grads["b"]), *map(norm64, grads["h"]), norm64(grads["out"])]
     np.testing.assert_allclose(rows.norms[0, 0, 1:], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [gcx.clip_by_global_norm, gcx.clip_by_leaf_norm])
+@pytest.mark.parametrize("last", [0.0, -3.0])
+def test_a_schedule_that_takes_a_threshold_to_0_or_below_is_an_incident(clip, last):
+    tx = gcx.watch(optax.chain(clip(lambda step: jnp.maximum(2.0 - step, last)), SGD))
+    params = {"w": np.ones(2, "f")}
+    update, state = jax.jit(tx.update), tx.init(params)
+    for _ in range(20):
+        _, state = update(params, state, params, value=jnp.float32(1.0))
+    (incident,) = gcx.incidents(state, params)
+    assert incident.kinds == ("clip",) and "16 gradients by 0" in str(incident)
+
+
+def test_the_row_is_written_after_its_counter_saturates():
+    tx, params = gcx.watch(SGD, history=4), {"w": np.ones(1, "f")}
+    state = saturated(tx.init(params))
+    for size in (1.0, 2.0):
+        _, state = tx.update({"w": np.float32([size])}, state, params)
+        assert gcx.metrics(state)["grad_norm"] == size

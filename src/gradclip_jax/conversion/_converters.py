@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._states import is_own_state
-from ._types import Path, Tree
-from ._weighted_sum import WeightedSum
-from .guarding._loss_scale import LossScaleState
-from .guarding._skip_spikes import SpikeState
-from .wrappers._accumulation import AccumulationState
-from .wrappers._state import GuardState, WrapperState
+from .._states import is_own_state
+from .._types import Path, Tree
+from .._weighted_sum import WeightedSum
+from ..guarding._loss_scale import LossScaleState
+from ..guarding._skip_spikes import SpikeState
+from ..wrappers._accumulation import AccumulationState
+from ..wrappers._state import GuardState, WrapperState
 
 
 def to_wrapper_states(state: Tree) -> Tree:
@@ -127,48 +127,25 @@ def _from_old_accumulation(old: Any) -> WrapperState:
     )
 
 
-def _from_old_guard(old: Any, rule_state: Tree = (), **skipped: Any) -> WrapperState:
-    """Convert the fields that all guards had; `skipped` contains the counts by cause."""
+def _from_old_guard(old: Any) -> WrapperState:
+    """Convert the state of a guard, which contained the counts and the fields of its rule."""
+    fields = {name: value for name, value in old._asdict().items() if value is not None}
+    counts = {name: count for name, count in fields.items() if name.startswith("skipped_")}
+    rule_state = fields.get("rule_state", ())  # of `skip_if`
+    if "loss_scale" in fields:
+        rule_state = LossScaleState(old.loss_scale, old.good_steps)
+    if "rule_states" in fields:  # of `skip_spikes`, without a threshold that is None
+        names = {"skip_threshold": "norm", "loss_threshold": "loss"}
+        thresholds = {names[name]: x for name, x in fields.items() if name in names}
+        rule_state = SpikeState(thresholds, old.rule_states)
+    skipped = {name.removeprefix("skipped_"): count for name, count in counts.items()}
     return partial_state(
         WrapperState,
         consecutive_skips=old.consecutive_skips,
         guard_failed=old.guard_failed,
         outer=(),
-        guards=(GuardState(_without_none(skipped), rule_state),),
+        guards=(GuardState(skipped, rule_state),),
         grad_norm=old.grad_norm,
-    )
-
-
-def _without_none(entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a dictionary that are not None."""
-    return {key: value for key, value in entries.items() if value is not None}
-
-
-def _from_old_skip_nonfinite(old: Any) -> WrapperState:
-    """Convert the state of `skip_nonfinite`."""
-    return _from_old_guard(old, nonfinite=old.skipped_nonfinite)
-
-
-def _from_old_loss_scale(old: Any) -> WrapperState:
-    """Convert the state of `dynamic_loss_scale`."""
-    rule_state = LossScaleState(old.loss_scale, old.good_steps)
-    return _from_old_guard(old, rule_state, nonfinite=old.skipped_nonfinite)
-
-
-def _from_old_skip_if(old: Any) -> WrapperState:
-    """Convert the state of `skip_if`."""
-    return _from_old_guard(old, old.rule_state, other=old.skipped_other)
-
-
-def _from_old_skip_spikes(old: Any) -> WrapperState:
-    """Convert the state of `skip_spikes`, whose fields are None for a threshold that is not set."""
-    thresholds = _without_none({"norm": old.skip_threshold, "loss": old.loss_threshold})
-    return _from_old_guard(
-        old,
-        SpikeState(thresholds, old.rule_states),
-        nonfinite=old.skipped_nonfinite,
-        large_norm=old.skipped_large_norm,
-        large_loss=old.skipped_large_loss,
     )
 
 
@@ -179,83 +156,58 @@ def with_rule_names(like: Tree, state: Tree) -> Tree:
     receives the names in `like`. Other states are returned unchanged.
     """
     values = dict(jax.tree.leaves_with_path(state))
-    field = jax.tree_util.GetAttrKey("rules")
+    rules, rule_state = map(jax.tree_util.GetAttrKey, ("rules", "rule_state"))
 
     def without_name(path: Path) -> Path:
-        # A path contains the field, the index or key of the rule, and the name of the rule.
-        place = path.index(field) if field in path else len(path)
-        return path if path in values else (*path[: place + 2], *path[place + 3 :])
+        # The name follows the index or key of a rule, or the field with the state of a `SkipRule`.
+        field, distance = (rules, 2) if rules in path else (rule_state, 1)
+        place = path.index(field) + distance if field in path else len(path)
+        return path if path in values else (*path[:place], *path[place + 1 :])
 
     if {without_name(path) for path, _ in jax.tree.leaves_with_path(like)} != set(values):
         return state
     return jax.tree.map_with_path(lambda path, _: values[without_name(path)], like)
 
 
+# Types of states
+
+
 class _Conversion(NamedTuple):
     """Conversion of a type of state to a `WrapperState` and back.
 
     Attributes:
-        fields: Names of the fields of the state, which identify its type.
+        fields: Names of fields that identify the type.
         inner: Name of the field that contains the inner state.
         to_wrapper: Function `state -> WrapperState`, without the inner state.
         from_wrapper: Function `(like, WrapperState) -> state`, without the inner state; None for
             states of the earlier version.
     """
 
-    fields: frozenset[str]
+    fields: set[str]
     inner: str
     to_wrapper: Callable[[Any], WrapperState]
     from_wrapper: Callable[[Any, WrapperState], Any] | None = None
 
 
-def _of_earlier_version(
-    fields: str, inner: str, to_wrapper: Callable[[Any], WrapperState]
-) -> _Conversion:
-    """Return the conversion of a state of the earlier version with these fields."""
-    return _Conversion(frozenset(fields.split()), inner, to_wrapper)
-
-
-_OLD_GUARD: Final = "grad_norm consecutive_skips guard_failed inner_state"
-
 _CONVERSIONS: Final = (
     _Conversion(
-        frozenset(optax.MultiStepsState._fields),
-        "inner_opt_state",
-        _from_multi_steps,
-        _to_multi_steps,
+        set(optax.MultiStepsState._fields), "inner_opt_state", _from_multi_steps, _to_multi_steps
     ),
     _Conversion(
-        frozenset(optax.ApplyIfFiniteState._fields),
+        set(optax.ApplyIfFiniteState._fields),
         "inner_state",
         _from_apply_if_finite,
         _to_apply_if_finite,
     ),
-    _of_earlier_version(
-        "mini_step gradient_step inner_opt_state acc_grads total_weight accumulation_steps "
-        "micro_batch_count emitted empty_windows loss_sum loss_weight",
-        "inner_opt_state",
-        _from_old_accumulation,
-    ),
-    _of_earlier_version(f"{_OLD_GUARD} skipped_nonfinite", "inner_state", _from_old_skip_nonfinite),
-    _of_earlier_version(
-        f"{_OLD_GUARD} skipped_nonfinite loss_scale good_steps",
-        "inner_state",
-        _from_old_loss_scale,
-    ),
-    _of_earlier_version(f"{_OLD_GUARD} skipped_other rule_state", "inner_state", _from_old_skip_if),
-    _of_earlier_version(
-        f"{_OLD_GUARD} skipped_nonfinite skipped_large_norm skipped_large_loss skip_threshold "
-        "loss_threshold rule_states",
-        "inner_state",
-        _from_old_skip_spikes,
-    ),
+    _Conversion({"acc_grads", "total_weight"}, "inner_opt_state", _from_old_accumulation),
+    _Conversion({"grad_norm", "guard_failed", "inner_state"}, "inner_state", _from_old_guard),
 )
 
 
 def _conversion_of(node: object) -> _Conversion | None:
     """Return the conversion of a state, which is recognized by its fields."""
-    fields = frozenset(getattr(type(node), "_fields", ()))
-    return next((x for x in _CONVERSIONS if x.fields == fields), None)
+    fields = set() if is_own_state(node) else set(getattr(type(node), "_fields", ()))
+    return next((x for x in _CONVERSIONS if x.fields <= fields), None)
 
 
 def _is_convertible(node: object) -> bool:

@@ -1,0 +1,196 @@
+"""Checks of hyperparameters when a transformation is built."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import type_error, value_error
+from .._types import UNBOUNDED, Count, Order
+from ._format import describe, shortened
+from ._values import is_scalar, is_traced
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]") -> Any:
+    """Check that a value is a number and, unless it is traced, that it lies in an interval.
+
+    A Python or NumPy number is returned as a float, because int32 cannot represent every integer.
+    Traced values and JAX arrays remain arrays, so that a function that closes over a JAX array is
+    not traced again for a new value.
+
+    In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
+    Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
+    replace subnormal numbers by zero.
+    """
+    low, high = map(float, interval[1:-1].split(","))
+    rule = f"a float32 number in {interval[0]}{low:g}, {high:g}{interval[-1]}"
+    if not is_scalar(value, jnp.floating, jnp.integer):
+        raise type_error(argument, rule, shortened(value), hint)
+    if is_traced(value):
+        return value
+    try:
+        known = float(value)
+    except OverflowError:  # an integer above all floats
+        known = math.nan
+    is_above = low <= known if interval[0] == "[" else low < known
+    is_below = known <= high if interval[-1] == "]" else known < high
+    is_float32 = known in (0, math.inf, -math.inf) or _TINY <= abs(known) <= UNBOUNDED
+    if not (is_above and is_below and is_float32):
+        raise value_error(argument, rule, shortened(value), hint)
+    return jnp.asarray(known) if isinstance(value, jax.Array) else known
+
+
+def check_decay(argument: str, value: Any) -> Any:
+    """Check a decay rate, a number in [0, 1), and return it like `check_number`."""
+    return check_number(argument, value, "Pass a decay rate such as 0.99.", "[0, 1)")
+
+
+def check_count(
+    argument: str, value: Any, hint: str, *, low: int = 1, high: int = np.iinfo(np.int32).max
+) -> Any:
+    """Check that a value is an integer and, unless it is traced, that it is in `[low, high]`.
+
+    Return a Python integer, or the traced value unchanged.
+    """
+    rule = f"an integer in [{low}, {high}]"
+    if not is_scalar(value, jnp.integer):
+        raise type_error(argument, rule, shortened(value), hint)
+    if is_traced(value):
+        return value
+    if not low <= int(value) <= high:
+        raise value_error(argument, rule, shortened(value), hint)
+    return int(value)
+
+
+def check_static(argument: str, value: object) -> None:
+    """Raise if a static argument is a JAX array or a tracer."""
+    if is_traced(value) or isinstance(value, jax.Array):
+        rule = "a static Python value"
+        hint = f"With `jit` or `inject_hyperparams`, add {argument!r} to the static arguments."
+        raise type_error(argument, rule, describe(value), hint)
+
+
+def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int:
+    """Check that a value is a static integer between `low` and 2^20, and return it."""
+    check_static(argument, value)
+    return check_count(argument, value, hint, low=low, high=2**20)
+
+
+def check_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:
+    """Return a static integer, or a sequence of static integers, as a tuple."""
+    positions: Any = value if isinstance(value, (list, tuple, range)) else (value,)
+    for i in positions:
+        check_static(argument, i)
+        check_count(argument, i, hint, low=-64)
+    return tuple(map(int, positions))
+
+
+def check_axis(axis: object) -> tuple[int, ...] | None:
+    """Return axes of an array as a tuple, or None for None; raise unless they are integers."""
+    if axis is None:
+        return None
+    return check_positions("axis", axis, "Pass for example 0 or (0, 1).")
+
+
+def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
+    """Raise if a value is not one of `choices`, which are strings, numbers or None."""
+    kinds = str, int, float, np.generic, type(None)
+    # True equals 1.
+    if isinstance(value, bool) or not (isinstance(value, kinds) and value in choices):
+        rule = f"one of {', '.join(map(repr, choices))}"
+        raise value_error(argument, rule, shortened(value), "Pass one of these values.")
+
+
+def check_ord(ord: Order | None) -> float:
+    """Return the order of a norm as a Python float, 2 by default as in `jnp.linalg.norm`."""
+    check_static("ord", ord)
+    check_choice("ord", ord, (None, 1, 2, math.inf))
+    return 2.0 if ord is None else float(ord)
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raise if a value is not a static bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise type_error(argument, "True or False", shortened(value), "Pass a Python bool.")
+
+
+# Functions and transformations
+
+
+def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
+    """Call a schedule of a user, and raise if it does not return a real scalar.
+
+    A NumPy or Python number becomes a float as in `check_number`.
+    """
+    value, hint = call_user(argument, "schedule", schedule, step), "Return one number per step."
+    if not is_scalar(value, jnp.floating, jnp.integer):
+        raise type_error(argument, "a schedule that returns a real scalar", describe(value), hint)
+    is_array = isinstance(value, jax.Array)
+    return value if is_array else check_number(argument, value, hint, "[-inf, inf]")
+
+
+def check_callable(argument: str, value: object, hint: str) -> None:
+    """Raise if a value is not a function, or is a factory of this package that was not called."""
+    if is_factory(value):
+        name = getattr(value, "__name__", "")
+        got = f"the function `{name}`"
+        raise type_error(argument, f"the result of `{name}(...)`", got, "Call the function.")
+    if not callable(value) or isinstance(value, type):
+        raise type_error(argument, "a function", shortened(value), hint)
+
+
+def is_factory(value: object) -> bool:
+    """Return whether a value is a public function of this package."""
+    if not (inspect.isfunction(value) and hasattr(value, "__wrapped__")):
+        return False
+    return _is_of_this_package(value) and "<" not in value.__qualname__
+
+
+def _is_of_this_package(definition: Any) -> bool:
+    """Return whether a function or a class is defined in this package."""
+    return definition.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a user-defined function, or raise if it cannot be called with these arguments."""
+    check_callable(argument, fun, "Pass a function.")
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        rule = f"a function `{name}` with {len(args)} positional parameters"
+        if name in _SIGNATURES:
+            rule = f"a function `{_SIGNATURES[name]}`"
+        got = f"{name}{inspect.signature(fun)}: {error}"
+        raise type_error(argument, rule, got, "Change its parameters.") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return fun(*args, **kwargs)
+
+
+_SIGNATURES = {
+    "should_skip": "(grads, state, params, **extra_args) -> (skip, observed)",
+    "advance": "(state, observed, skipped) -> state",
+    "predicate": "(grads, params, **extra_args) -> bool[]",
+    "reaction": "(norm, threshold) -> factor",
+}
+"""Signatures of user-defined functions, by the name of the argument or method."""
+
+
+def has_init_and_update(value: object) -> bool:
+    """Return whether a value has the two functions of a gradient transformation."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def check_transformation(argument: str, value: object) -> None:
+    """Raise if a value has no `init` or no `update` function."""
+    # A rule of this package has functions of the same names.
+    is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
+    if isinstance(value, type) or not has_init_and_update(value) or is_rule:
+        rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
+        raise type_error(argument, rule, shortened(value), hint)

@@ -1,0 +1,141 @@
+"""Convert an optimizer state to the state of another optimizer during training.
+
+The conversion has three steps:
+
+1. `_converters.py` converts states of `optax.MultiSteps`, of `optax.apply_if_finite` and of an
+   earlier version of this package to a `WrapperState`, so that both states have the same types.
+2. `_match.py` finds the counterparts of all arrays. The states of clips, guards, accumulations and
+   `watch` are matched by type and by the number of accumulations around them. All other arrays must
+   be the same in both optimizers, in the same order.
+3. Arrays are copied to their counterparts. A state of the old optimizer without a counterpart is
+   dropped, and a state of the new optimizer without a counterpart is initialized.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from .._checks import (
+    check_arrays,
+    check_choice,
+    check_one_run,
+    check_optimizer_state,
+    check_transformation,
+    describe,
+)
+from .._errors import public
+from .._metrics import own_metrics
+from .._run_if import like_dtypes
+from .._states import plain_arrays, with_structure_of
+from .._types import Path, Tree
+from ..wrappers._accumulation import AccumulationState
+from ..wrappers._state import WrapperState
+from ._converters import from_wrapper_states, to_wrapper_states, with_rule_names
+from ._match import Part, matched_leaves, matched_parts
+from ._open_window import check_closed, converted_window
+
+
+@public
+def convert_state(
+    tx: optax.GradientTransformation, state: Tree, params: Tree, *, reduction: str | None = None
+) -> Tree:
+    """Convert the state of an optimizer to the state of the optimizer that replaces it.
+
+    Use this function to continue an Optax run with this package, or vice versa, and to add or
+    remove a guard, an accumulation or a clip. The two optimizers may differ only in the
+    transformations listed below, which may be nested inside each other and inside `chain`,
+    `named_chain`, `masked`, `partition` and `inject_hyperparams`.
+
+    | before | after | what is copied |
+    | --- | --- | --- |
+    | `MultiSteps` | `accumulate_gradients` | the open window, the counts, the inner state |
+    | `apply_if_finite` | `skip_nonfinite` | the counts of skips, the inner state |
+    | a clip of Optax | a clip | nothing: Optax's clips have no state |
+    | nothing | a guard, an accumulation, a `watch` | the inner state |
+    | nothing | a clip | nothing; its state is initialized |
+    | guards and accumulations of versions with one state for each | the same | everything |
+
+    Every conversion in the table also works in reverse. If the number of guards or clips of one
+    type changes, their states are initialized. The state of a guard or clip is also initialized if
+    it moves into or out of an accumulation, or if its rule changes. A `watch` with another
+    `history`, or with other clips inside, keeps only its step count. Arrays are cast to the dtypes
+    of the new optimizer. Discarding accumulated micro-batches raises an error.
+
+    Args:
+        tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
+        state: State of the old optimizer. For an `nnx.Optimizer` or a `TrainState`, pass its
+            `.opt_state`.
+        params: Parameters, with the dtypes that `init` received.
+        reduction: "mean" or "sum", which states whether the accumulation averages or sums its
+            micro-batches. `MultiSteps` averages by default, but its state does not contain this
+            option. `reduction` is therefore required to convert an unfinished accumulation between
+            `MultiSteps` and `accumulate_gradients`, and for every such conversion inside `jit`.
+
+    Returns:
+        A state for `tx.update`. Its `accumulation_stats` assume that all earlier accumulation
+        windows had the length of the first one. The `skip_state` of `MultiSteps` is initialized.
+        `MultiSteps` closes an unfinished accumulation correctly only if it contains fewer
+        micro-batches than the new window. It continues with their weighted mean, and then gives
+        each micro-batch the same weight.
+
+    Raises:
+        TypeError: If part of `state` has no counterpart in the state of `tx`, or differs from it in
+            shape, for example because `params` belong to another model, or if `state` was vmapped.
+        ValueError: If `reduction` is invalid or is required but missing, if accumulated
+            micro-batches would be discarded (inside `jit`, if they could be), or if a
+            `dynamic_loss_scale` is added to, or removed from, an unfinished accumulation.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
+        >>> params = jnp.array([0.0])
+        >>> old = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+        >>> _, state = old.update(jnp.array([2.0]), old.init(params), params)
+        >>> new = gcx.accumulate_gradients(optax.sgd(1.0), every=2)
+        >>> state = gcx.convert_state(new, state, params, reduction="mean")
+        >>> updates, state = new.update(jnp.array([6.0]), state, params)
+        >>> updates.tolist()
+        [-4.0]
+    """
+    check_transformation("tx", tx)
+    check_choice("reduction", reduction, (None, "mean", "sum"))
+    check_optimizer_state(state)
+    check_arrays("params", params)
+    tx_state = tx.init(params)
+    initial, given = plain_arrays(tx_state), plain_arrays(state)
+    check_one_run(value for _, _, value in own_metrics(given))
+    new, old = to_wrapper_states(initial), to_wrapper_states(given)
+    values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))
+    values.update(matched_leaves(new, old))
+    pairs, dropped = matched_parts(new, old)
+    for part, old_part in pairs:
+        for path, value in jax.tree.leaves_with_path(_converted(part, old_part, reduction)):
+            values[*part.path, *path] = value
+    for part in dropped:
+        if part.kind is AccumulationState:
+            check_closed(part)
+    converted = jax.tree.map_with_path(lambda path, _: values[path], new)
+    converted = like_dtypes(from_wrapper_states(initial, converted), initial)
+    return with_structure_of(tx_state, converted)
+
+
+def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
+    """Return the state of the old part, or the initial state if the old one does not fit."""
+    if new.kind is AccumulationState:
+        return converted_window(new, old, reduction)
+    old_state = with_rule_names(new.state, old.state)
+    if new.kind is WrapperState or _has_same_arrays(new.state, old_state):
+        return old_state
+    # The rule of a clip or guard has changed, or the history of a `watch`.
+    if hasattr(new.state, "continued_from"):
+        return new.state.continued_from(old_state)
+    return new.state
+
+
+def _has_same_arrays(x: Tree, y: Tree) -> bool:
+    """Return whether two states have the same structure, shapes and dtypes."""
+
+    def types(state: Tree) -> Tree:  # without explicit shardings, which may differ
+        return jax.tree.map(describe, jax.eval_shape(lambda tree: tree, state))
+
+    return types(x) == types(y)

@@ -1,0 +1,178 @@
+"""Find the counterparts in an old optimizer state of the arrays of a new one.
+
+Both states contain `WrapperState` in place of other states of guards and accumulations.
+"""
+
+import collections
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._checks import describe, leaf_path
+from .._errors import type_error
+from .._metrics import metric_names
+from .._states import is_own_state
+from .._types import Array, Path, Tree
+from ..wrappers._accumulation import AccumulationState
+from ..wrappers._state import GuardState, WrapperState
+
+# Arrays outside the states of this package
+
+
+class _Leaf(NamedTuple):
+    """An array that belongs to no clip, guard, accumulation or `watch`.
+
+    Attributes:
+        keys: Types of the containers around the array and its keys in them. Tuples, which are the
+            states of `optax.chain`, are omitted, because chains may be nested differently.
+        path: Path of the array in the optimizer state.
+        value: The array.
+    """
+
+    keys: tuple[Hashable, ...]
+    path: Path
+    value: Array
+
+
+def _leaves(node: Tree, path: Path = (), keys: tuple[Hashable, ...] = ()) -> Iterator[_Leaf]:
+    """Yield the arrays that belong to no clip, guard, accumulation or `watch`."""
+    if is_own_state(node):
+        if hasattr(node, "inner_state"):
+            yield from _leaves(node.inner_state, field_path(path, "inner_state"), keys)
+        return
+    children, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if structure == jax.tree.structure(0):
+        yield _Leaf(keys, path, node)
+        return
+    for key, child in children:
+        child_keys = keys if type(node) is tuple else (*keys, type(node), *key)
+        yield from _leaves(child, (*path, *key), child_keys)
+
+
+def matched_leaves(new: Tree, old: Tree, old_path: Path = ()) -> Iterator[tuple[Path, Array]]:
+    """Yield the path of each array in a new state, and the value of its counterpart in an old one.
+
+    `old_path` is the path of the old state in the optimizer state, for error messages.
+    """
+    for like, given in itertools.zip_longest(_leaves(new), _leaves(old, old_path)):
+        got = f"{_shown('state', given)} instead of {_shown('tx.init(params)', like)}"
+        if like is None or given is None or like.keys != given.keys:
+            rule = "a state that matches the state of `tx`"
+            hint = (
+                "Pass an `.opt_state` or a checkpoint of it. Only clips, guards, accumulations and "
+                "`watch` may be added, removed or moved."
+            )
+            raise type_error("state", rule, got, hint)
+        if np.shape(like.value) != np.shape(given.value):
+            rule, hint = "the parameters of `state`", "Pass the parameters of its last update."
+            raise type_error("params", rule, got, hint)
+        yield like.path, given.value
+
+
+def _shown(argument: str, leaf: _Leaf | None) -> str:
+    """Describe an array, the state that contains it and its path for an error message."""
+    if leaf is None:
+        return "nothing"
+    types = ", ".join(x.__name__ for x in leaf.keys if isinstance(x, type))
+    of = f" of {types}" if types else ""
+    return f"{describe(leaf.value)}{of} at {leaf_path(argument, leaf.path)}"
+
+
+def field_path(path: Path, *names: str) -> Path:
+    """Return the path of a field of the state at `path`, or of a field of a field."""
+    return (*path, *map(jax.tree_util.GetAttrKey, names))
+
+
+# States of this package
+
+
+class Part(NamedTuple):
+    """A clip, a guard, an accumulation or a `watch` in an optimizer state.
+
+    Directly nested guards share the fields `consecutive_skips` and `guard_failed`. These fields
+    form an additional part, whose state is a `WrapperState` without guards.
+
+    Attributes:
+        kind: Type of its state. For a guard, whether it is a loss scale, and the causes of its
+            skips.
+        depth: Number of accumulations around it.
+        path: Path of its state.
+        state: Its state without the inner state.
+        has_inner_scale: Whether it is an accumulation whose sum a loss scale inside it divides.
+    """
+
+    kind: Hashable
+    depth: int
+    path: Path
+    state: Any
+    has_inner_scale: bool = False
+
+
+def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[Part]]:
+    """Return the pairs of new parts and their counterparts, and old parts without a counterpart.
+
+    Parts of the same kind and depth are counterparts, in order, if their numbers are equal.
+    """
+    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
+    pairs: list[tuple[Part, Part]] = []
+    for key, parts in new_parts.items():
+        if len(parts) == len(old_parts[key]):
+            pairs += zip(parts, old_parts.pop(key), strict=True)
+    return pairs, [*itertools.chain(*old_parts.values())]
+
+
+def _parts_by_key(state: Tree) -> dict[Hashable, list[Part]]:
+    """Return lists of the parts of a state that have the same kind and depth."""
+    parts: dict[Hashable, list[Part]] = collections.defaultdict(list)
+    for part in _parts(state):
+        parts[part.kind, part.depth].append(part)
+    return parts
+
+
+def _parts(
+    state: Tree, path: Path = (), depth: int = 0, *, is_directly_inside_guards: bool = False
+) -> Iterator[Part]:
+    """Yield all parts of a state, from the outermost to the innermost."""
+    for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
+        here = (*path, *place)
+        if isinstance(node, WrapperState):
+            yield from _wrapper_parts(node, here, depth)
+            has_guards = bool(node.outer or node.guards)
+            if has_guards and not is_directly_inside_guards:
+                counts = node._replace(outer=(), guards=(), accumulation=None, inner_state=())
+                yield Part(WrapperState, depth, here, counts)
+            yield from _parts(
+                node.inner_state,
+                field_path(here, "inner_state"),
+                depth + (node.accumulation is not None),
+                is_directly_inside_guards=has_guards and isinstance(node.inner_state, WrapperState),
+            )
+        elif hasattr(node, "inner_state"):  # `watch`
+            yield Part(type(node), depth, here, node._replace(inner_state=()))
+            yield from _parts(node.inner_state, field_path(here, "inner_state"), depth)
+        elif is_own_state(node):  # a clip
+            yield Part(type(node), depth, here, node)
+
+
+def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]:
+    """Yield the guards and the accumulation of a `WrapperState`."""
+    yield from _guard_parts(node.outer, field_path(path, "outer"), depth)
+    if node.accumulation is not None:
+        # A loss scale inside divides the gradients after the sum.
+        rules = [guard.rule_state for guard in node.guards]
+        has_inner_scale = "loss_scale" in metric_names((rules, node.inner_state))
+        place = field_path(path, "accumulation")
+        yield Part(AccumulationState, depth, place, node.accumulation, has_inner_scale)
+        depth += 1
+    yield from _guard_parts(node.guards, field_path(path, "guards"), depth)
+
+
+def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[Part]:
+    """Yield a part for each guard, without the fields that directly nested guards share."""
+    for i, guard in enumerate(guards):
+        has_scale = hasattr(guard.rule_state, "loss_scale")
+        kind = has_scale, *sorted(guard.skipped)  # JAX sorts dictionaries, too
+        yield Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)
