@@ -181,7 +181,7 @@ def test_a_guard_with_another_rule_starts_anew_and_arrays_are_cast():
     new = gcx.skip_spikes(adam, norm=gcx.thresholds.mean_std(50.0))
     there, first = gcx.convert_state(new, state, params), new.init(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(there, first)
-    assert_alike(there.guards, first.guards)
+    assert_alike(there.inner_guards, first.inner_guards)
     chex.assert_trees_all_close(there.inner_state, state.inner_state, rtol=2.0**-8)
 
 
@@ -202,8 +202,8 @@ def test_guards_and_clips_are_matched_by_type_and_place():
     params, state = run(old, old.init(PARAMS), PARAMS, range(3 * EVERY))
     new = SPIKES(old)
     there = gcx.convert_state(new, state, params)
-    assert_alike(there._replace(outer=(), grad_norm=state.grad_norm), state)
-    assert_alike(there.outer, new.init(PARAMS).outer)
+    assert_alike(there._replace(outer_guards=(), grad_norm=state.grad_norm), state)
+    assert_alike(there.outer_guards, new.init(PARAMS).outer_guards)
     assert_alike(gcx.convert_state(old, there, params), state)
 
     old = optax.chain(LEARNED, SUM)
@@ -249,7 +249,7 @@ def test_states_of_the_version_with_one_state_for_each_guard_are_converted():
         *(sums.mini_step, sums.gradient_step, state.inner_state, sums.gradient.total),
         *(sums.gradient.weight, *counts, sums.loss.total, sums.loss.weight),
     )
-    skips = state.outer[0].skipped["nonfinite"], state.consecutive_skips, state.guard_failed
+    skips = state.outer_guards[0].skipped["nonfinite"], state.consecutive_skips, state.guard_failed
     converted = gcx.convert_state(tx, guard(state.grad_norm, *skips, old), PARAMS)
     chex.assert_trees_all_equal(converted._replace(outcome=0), state._replace(outcome=0))
 
@@ -265,7 +265,7 @@ def test_skipped_spikes_of_the_version_with_one_state_for_each_guard_are_counted
     for factor, loss in ((1.0, 1.0), (9.0, 1.0), (1.0, 3.0), (jnp.nan, 1.0), (jnp.nan, 1.0)):
         grads = jax.tree.map(lambda x, factor=factor: factor * x, PARAMS)
         params, state = gcx.apply_gradients(tx, grads, state, params, value=jnp.float32(loss))
-    skipped, rule_state = state.guards[0]
+    skipped, rule_state = state.inner_guards[0]
     thresholds = rule_state.thresholds
     old = spikes(
         *(state.grad_norm, thresholds["norm"], skipped["large_norm"], thresholds["loss"]),
@@ -286,13 +286,13 @@ def test_histories_of_thresholds_of_the_version_without_names_of_rules_are_kept(
     for _ in range(3):
         _, state = tx.update(PARAMS, state, PARAMS)
     clips, *others = state.inner_state
-    guard = state.guards[0]
+    guard = state.inner_guards[0]
     spikes = guard.rule_state._replace(
         rules={key: unnamed(x) for key, x in guard.rule_state.rules.items()}
     )
     old = state._replace(
         inner_state=(clips._replace(rules=tuple(map(unnamed, clips.rules))), *others),
-        guards=(guard._replace(rule_state=spikes),),
+        inner_guards=(guard._replace(rule_state=spikes),),
     )
     chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)
 
@@ -301,8 +301,8 @@ def test_the_state_of_a_skip_rule_of_the_version_without_names_of_rules_is_kept(
     rule = gcx.SkipRule(lambda _: jnp.int32(0), lambda *_: (False, ()), lambda n, *_: n + 1)
     tx = gcx.skip_if(optax.adam(0.1), rule)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    guard = state.guards[0]
-    old = state._replace(guards=(guard._replace(rule_state=guard.rule_state[rule.name]),))
+    guard = state.inner_guards[0]
+    old = state._replace(inner_guards=(guard._replace(rule_state=guard.rule_state[rule.name]),))
     chex.assert_trees_all_equal(gcx.convert_state(tx, old, PARAMS), state)
 
 
@@ -349,5 +349,5 @@ def test_a_skip_rule_of_another_name_with_the_same_shapes_starts_anew():
 
     first, same, other = (gcx.skip_if(optax.sgd(0.1), rule(name)) for name in ("", "", "other"))
     _, state = run(first, first.init(PARAMS), PARAMS, [0])
-    kept, initial = (gcx.convert_state(tx, state, PARAMS).guards[0] for tx in (same, other))
+    kept, initial = (gcx.convert_state(tx, state, PARAMS).inner_guards[0] for tx in (same, other))
     assert jax.tree.leaves((kept.rule_state, initial.rule_state)) == [1, 0]

@@ -155,7 +155,7 @@ def test_the_optimizer_runs_once_a_step_and_is_traced_once_a_program(nest, skip,
 
 def counted(state):
     """The skips of each guard, from the outermost on, and those in a row."""
-    guards = state.outer + state.guards
+    guards = state.outer_guards + state.inner_guards
     return [int(x.skipped["nonfinite"]) for x in guards], int(state.consecutive_skips)
 
 
@@ -206,8 +206,8 @@ def test_a_guard_that_does_not_reject_a_skipped_step_is_as_it_was():
     params, update = np.zeros(1, "f"), jax.jit(tx.update)
     _, state = update(np.float32([2.0]), tx.init(params), params)
     _, after = update(np.float32([99.0]), state, params)
-    assert after.guards[1].skipped["nonfinite"] == 1
-    chex.assert_trees_all_equal(after.guards[0], state.guards[0])
+    assert after.inner_guards[1].skipped["nonfinite"] == 1
+    chex.assert_trees_all_equal(after.inner_guards[0], state.inner_guards[0])
     assert (after.grad_norm, after.consecutive_skips) == (99, 1)
 
 

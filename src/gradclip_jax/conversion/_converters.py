@@ -65,7 +65,7 @@ def partial_state(kind: Any, **fields: Any) -> Any:
 def accumulation_state(**fields: Any) -> WrapperState:
     """Return the state of an accumulation, with the given fields of `AccumulationState`."""
     window = partial_state(AccumulationState, **fields)
-    return partial_state(WrapperState, outer=(), accumulation=window, guards=())
+    return partial_state(WrapperState, outer_guards=(), accumulation=window, inner_guards=())
 
 
 # Optax
@@ -95,8 +95,8 @@ def _from_apply_if_finite(old: optax.ApplyIfFiniteState) -> WrapperState:
     return partial_state(
         WrapperState,
         consecutive_skips=old.notfinite_count,
-        outer=(),
-        guards=(GuardState(skipped={"nonfinite": old.total_notfinite}, rule_state=()),),
+        outer_guards=(),
+        inner_guards=(GuardState(skipped={"nonfinite": old.total_notfinite}, rule_state=()),),
     )
 
 
@@ -107,7 +107,7 @@ def _to_apply_if_finite(
     return like._replace(
         notfinite_count=state.consecutive_skips,
         last_finite=jnp.asarray(state.consecutive_skips) == 0,
-        total_notfinite=state.guards[0].skipped["nonfinite"],
+        total_notfinite=state.inner_guards[0].skipped["nonfinite"],
     )
 
 
@@ -143,8 +143,8 @@ def _from_old_guard(old: Any) -> WrapperState:
         WrapperState,
         consecutive_skips=old.consecutive_skips,
         guard_failed=old.guard_failed,
-        outer=(),
-        guards=(GuardState(skipped, rule_state),),
+        outer_guards=(),
+        inner_guards=(GuardState(skipped, rule_state),),
         grad_norm=old.grad_norm,
     )
 

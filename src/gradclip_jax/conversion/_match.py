@@ -140,9 +140,11 @@ def _parts(
         here = (*path, *place)
         if isinstance(node, WrapperState):
             yield from _wrapper_parts(node, here, depth)
-            has_guards = bool(node.outer or node.guards)
+            has_guards = bool(node.outer_guards or node.inner_guards)
             if has_guards and not is_directly_inside_guards:
-                counts = node._replace(outer=(), guards=(), accumulation=None, inner_state=())
+                counts = node._replace(
+                    outer_guards=(), inner_guards=(), accumulation=None, inner_state=()
+                )
                 yield Part(WrapperState, depth, here, counts)
             yield from _parts(
                 node.inner_state,
@@ -159,15 +161,15 @@ def _parts(
 
 def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]:
     """Yield the guards and the accumulation of a `WrapperState`."""
-    yield from _guard_parts(node.outer, field_path(path, "outer"), depth)
+    yield from _guard_parts(node.outer_guards, field_path(path, "outer_guards"), depth)
     if node.accumulation is not None:
         # A loss scale inside divides the gradients after the sum.
-        rules = [guard.rule_state for guard in node.guards]
+        rules = [guard.rule_state for guard in node.inner_guards]
         has_inner_scale = "loss_scale" in metric_names((rules, node.inner_state))
         place = field_path(path, "accumulation")
         yield Part(AccumulationState, depth, place, node.accumulation, has_inner_scale)
         depth += 1
-    yield from _guard_parts(node.guards, field_path(path, "guards"), depth)
+    yield from _guard_parts(node.inner_guards, field_path(path, "inner_guards"), depth)
 
 
 def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[Part]:

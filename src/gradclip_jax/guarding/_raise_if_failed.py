@@ -65,7 +65,7 @@ def raise_if_failed(state: Tree) -> None:
     counts = [
         f"{_name_of(guard)}: {count} {cause}"
         for _, node in find_states(plain_arrays(state), WrapperState)
-        for guard in node.outer + node.guards
+        for guard in node.outer_guards + node.inner_guards
         for cause, count in guard.skipped.items()
     ]
     arrays = jax.tree.map(_in_use, plain_arrays(state), is_leaf=_is_sum)

@@ -82,7 +82,7 @@ def execute(
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
-    states, num_outer = state.outer + state.guards, len(wrappers.outer)
+    states, num_outer = state.outer_guards + state.inner_guards, len(wrappers.outer_guards)
     guards = list(map(PlacedGuard, itertools.count(), wrappers.all_guards, states))
     call = Call(wrappers, state, guards[:num_outer], guards[num_outer:], grads, observe)
     carry = Carry(params if in_place else None, state.inner_state)
@@ -116,7 +116,7 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
         return step, (total, updated)
 
     takes_step = closes & window.has_positive_weight
-    if accumulation.always_closes(window, batch) and not wrappers.outer:
+    if accumulation.always_closes(window, batch) and not wrappers.outer_guards:
         takes_step = True  # known at trace time, so that no branch is compiled
     start = window.gradient.total, carry
     operands = window, checked.grads, params
@@ -128,7 +128,9 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
     is_empty = closes & ~window.has_positive_weight
     # With `flush`, a guard may skip both the micro-batch and the window, but it counts one skip.
     skips = checked.skips.merged(step.skips)
-    norm, is_new = (checked.norm, batch.counts) if wrappers.outer else (step.norm, takes_step)
+    norm, is_new = (
+        (checked.norm, batch.counts) if wrappers.outer_guards else (step.norm, takes_step)
+    )
     if norm is not None and state.grad_norm is not None:
         norm = jnp.where(is_new, norm, state.grad_norm)
     after = state._replace(
@@ -146,9 +148,9 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
 def _check_micro_batch(call: Call, batch: MicroBatch, params: Tree) -> Checked:
     """Check a micro-batch with the outer guards. They accept it if its weight is 0."""
     extra_args = batch.extra_args | {"weight": batch.weight}
-    checks = [guard.check_micro_batch for guard in call.wrappers.outer]
+    checks = [guard.check_micro_batch for guard in call.wrappers.outer_guards]
     skips = Skips.none(len(call.wrappers.all_guards))
-    checked = receive(call.outer, checks, call.grads, params, extra_args, skips)
+    checked = receive(call.outer_guards, checks, call.grads, params, extra_args, skips)
     return checked._replace(skips=checked.skips.where(batch.counts))
 
 
@@ -178,14 +180,14 @@ def _recorded(
     streak = increment_where(call.state.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
     has_failed = call.state.guard_failed > 0
-    for i, guard, old in call.outer + call.inner:
+    for i, guard, old in call.outer_guards + call.inner_guards:
         has_failed |= guard.has_failed(old.rule_state, jnp.asarray(skips.flags[i] != 0))
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return after._replace(
         consecutive_skips=streak,
         guard_failed=has_failed.astype(jnp.int32),
-        outer=states(call.outer, is_used),
-        guards=states(call.inner, has_run),
+        outer_guards=states(call.outer_guards, is_used),
+        inner_guards=states(call.inner_guards, has_run),
         outcome=outcome,
     )

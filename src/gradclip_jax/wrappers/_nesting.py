@@ -24,32 +24,34 @@ class Wrappers(NamedTuple):
 
     Attributes:
         inner: Transformation inside all guards and the accumulation.
-        outer: Guards around the accumulation, from the outermost to the innermost.
+        outer_guards: Guards around the accumulation, from the outermost to the innermost.
         accumulation: The accumulation, or None.
-        guards: Guards inside the accumulation; all guards if there is no accumulation.
+        inner_guards: Guards inside the accumulation; all guards if there is no accumulation.
     """
 
     inner: optax.GradientTransformationExtraArgs
-    outer: tuple[Guard, ...] = ()
+    outer_guards: tuple[Guard, ...] = ()
     accumulation: Accumulation | None = None
-    guards: tuple[Guard, ...] = ()
+    inner_guards: tuple[Guard, ...] = ()
 
     @property
     def name(self) -> str:
         """The public function of the outermost guard or accumulation, for errors."""
-        return next(x.name for x in (*self.outer, self.accumulation, *self.guards) if x)
+        return next(
+            x.name for x in (*self.outer_guards, self.accumulation, *self.inner_guards) if x
+        )
 
     @property
     def all_guards(self) -> tuple[Guard, ...]:
         """All guards, from the outermost to the innermost."""
-        return self.outer + self.guards
+        return self.outer_guards + self.inner_guards
 
     def with_outer(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
         if isinstance(wrapper, Guard):
             if self.accumulation is not None:
-                return self._replace(outer=(wrapper, *self.outer))
-            return self._replace(guards=(wrapper, *self.guards))
+                return self._replace(outer_guards=(wrapper, *self.outer_guards))
+            return self._replace(inner_guards=(wrapper, *self.inner_guards))
         if self.accumulation is not None:
             _raise_nested_accumulations()
         return self._replace(accumulation=wrapper)
@@ -58,15 +60,15 @@ class Wrappers(NamedTuple):
         """Return the initial state."""
         with named(self.name):
             inner_state = self.inner.init(params)
-            outer = tuple(_init_guard(guard, params) for guard in self.outer)
-            guards = tuple(_init_guard(guard, params) for guard in self.guards)
+            outer = tuple(_init_guard(guard, params) for guard in self.outer_guards)
+            guards = tuple(_init_guard(guard, params) for guard in self.inner_guards)
             self._check_nesting((*outer, *guards), inner_state)
             return WrapperState(
                 consecutive_skips=jnp.zeros((), jnp.int32),
                 guard_failed=jnp.zeros((), jnp.int32),
-                outer=outer,
+                outer_guards=outer,
                 accumulation=self.accumulation and self.accumulation.init(params),
-                guards=guards,
+                inner_guards=guards,
                 # `update` returns no weak types, so weak types here would cause a second trace.
                 inner_state=like_dtypes(inner_state, inner_state),
                 outcome=jnp.zeros((), jnp.int32),
@@ -82,7 +84,10 @@ class Wrappers(NamedTuple):
                 "one with an accumulation" if state.accumulation else "one without an accumulation"
             )
             raise type_error("state", "the state of this transformation", got, hint)
-        for guards, states in (self.outer, state.outer), (self.guards, state.guards):
+        for guards, states in (
+            (self.outer_guards, state.outer_guards),
+            (self.inner_guards, state.inner_guards),
+        ):
             causes = [set(x.skipped) for x in states]
             if causes != [set(guard.causes) for guard in guards]:
                 got = f"one of guards with the causes {causes}"

@@ -67,9 +67,10 @@ class WrapperState(NamedTuple):
             the last applied step, int32[]. Calls that only accumulate do not count.
         guard_failed: 1 if a limit of consecutive skips was ever reached, or if a loss scale was
             ever too small, else 0, int32[].
-        outer: State of each guard around the accumulation, from the outermost to the innermost.
+        outer_guards: State of each guard around the accumulation, from the outermost to the
+            innermost.
         accumulation: `AccumulationState`, or None without an accumulation.
-        guards: State of each guard inside the accumulation, or of all guards without one.
+        inner_guards: State of each guard inside the accumulation, or of all guards without one.
         inner_state: State of the inner transformation.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
@@ -78,9 +79,9 @@ class WrapperState(NamedTuple):
 
     consecutive_skips: Scalar
     guard_failed: Scalar
-    outer: tuple[GuardState, ...]
+    outer_guards: tuple[GuardState, ...]
     accumulation: Tree
-    guards: tuple[GuardState, ...]
+    inner_guards: tuple[GuardState, ...]
     inner_state: Tree
     grad_norm: Scalar | None
     outcome: Scalar
@@ -88,7 +89,7 @@ class WrapperState(NamedTuple):
     def step_metrics(self) -> dict[str, Tree]:
         """Return the entries of `metrics` for the guards and the accumulation."""
         found: dict[str, list[Tree]] = {}
-        guards = self.outer + self.guards
+        guards = self.outer_guards + self.inner_guards
         if guards:
             names = "grad_norm", "consecutive_skips", "guard_failed"
             found = {name: [getattr(self, name)] for name in names}

@@ -25,8 +25,8 @@ class Call(NamedTuple):
     Attributes:
         wrappers: The guards, the accumulation and the inner transformation.
         state: State before the call.
-        outer: The guards around the accumulation.
-        inner: The guards inside the accumulation, or all guards without one.
+        outer_guards: The guards around the accumulation.
+        inner_guards: The guards inside the accumulation, or all guards without one.
         grads: The gradient as the caller passed it.
         observe: Function that measures the updates before they are added to the parameters, or
             None.
@@ -34,8 +34,8 @@ class Call(NamedTuple):
 
     wrappers: Wrappers
     state: WrapperState
-    outer: list[PlacedGuard]
-    inner: list[PlacedGuard]
+    outer_guards: list[PlacedGuard]
+    inner_guards: list[PlacedGuard]
     grads: Tree
     observe: Observe | None
 
@@ -76,8 +76,8 @@ def take_step(
     """Check a gradient, run the inner transformation, and check the computed step."""
     wrappers = call.wrappers
     skips = _check_window(call, grads, params, extra_args)
-    checks = [guard.check for guard in wrappers.guards]
-    checked = receive(call.inner, checks, grads, params, extra_args, skips)
+    checks = [guard.check for guard in wrappers.inner_guards]
+    checked = receive(call.inner_guards, checks, grads, params, extra_args, skips)
     skips = checked.skips
     checks_step = any(guard.check_step for guard in wrappers.all_guards)
 
@@ -108,7 +108,7 @@ def take_step(
 def _check_window(call: Call, grads: Tree, params: Tree, extra_args: ExtraArgs) -> Skips:
     """Check the gradient of a window with the guards around the accumulation."""
     skips = Skips.none(len(call.wrappers.all_guards))
-    for i, guard, state in call.outer:
+    for i, guard, state in call.outer_guards:
         if guard.check_window is not None:
             with named(guard.name):
                 norm, rule_state = guard.norm(grads), state.rule_state
@@ -122,7 +122,7 @@ def _check_step(
     call: Call, updates: Tree, before: Tree, after: Tree, params: Tree, skips: Skips
 ) -> Skips:
     """Check a computed step and the inner states before and after it with all guards."""
-    for i, guard, _ in call.outer + call.inner:
+    for i, guard, _ in call.outer_guards + call.inner_guards:
         if guard.check_step is not None:
             with named(guard.name):
                 rejections = guard.check_step(updates, before, after, params)

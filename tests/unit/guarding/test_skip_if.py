@@ -49,7 +49,7 @@ def test_a_rule_with_a_state_observes_applied_steps():
     losses = [1.0, 1.5, 9.0, 2.0, 4.1, 3.9]
     _, state, rows = calls(tx, [(1.0, {"value": x}) for x in losses])
     assert rows == [1, 1, 0, 1, 0, 1]
-    assert [*state.guards[0].rule_state.values()] == [{"largest": np.float32(3.9), "size": 1}]
+    assert [*state.inner_guards[0].rule_state.values()] == [{"largest": np.float32(3.9), "size": 1}]
     assert gcx.metrics(state)["skipped_other"] == 2
 
 

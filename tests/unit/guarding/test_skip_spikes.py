@@ -143,7 +143,7 @@ def test_both_histories_are_blind_to_a_step_that_is_not_finite():
     tx = gcx.skip_spikes(optax.sgd(0.1), norm=rule, loss=rule)
     _, clean = feed(tx, [2.0, 2.1, 1.9], [1.0, 1.1, 0.9])
     _, state = feed(tx, [2.0, 9.0, 2.1, np.inf, 1.9], [1.0, np.nan, 1.1, 7.0, 0.9])
-    rules, clean_rules = (x.guards[0].rule_state.rules for x in (state, clean))
+    rules, clean_rules = (x.inner_guards[0].rule_state.rules for x in (state, clean))
     chex.assert_trees_all_equal(rules, clean_rules)
 
 

@@ -14,7 +14,7 @@ import gradclip_jax as gcx
 
 class SkipStepState(NamedTuple):
     guard: Any
-    window = property(lambda self: self.guard.guards[0].rule_state.rules["loss"]["mean_std"])
+    window = property(lambda self: self.guard.inner_guards[0].rule_state.rules["loss"]["mean_std"])
     inner_opt_state = property(lambda self: self.guard.inner_state)
     losses = property(lambda self: self.recorded("loss"))
     grad_norms = property(lambda self: self.recorded("norm"))
@@ -22,7 +22,7 @@ class SkipStepState(NamedTuple):
     current_idx = property(lambda self: self.window.value_count % len(self.window.values))
 
     def recorded(self, name):
-        values, count = self.guard.guards[0].rule_state.rules[name]["mean_std"]
+        values, count = self.guard.inner_guards[0].rule_state.rules[name]["mean_std"]
         return jnp.roll(jnp.where(values < jnp.finfo(values.dtype).max, values, 0), count)
 
 

@@ -12,7 +12,7 @@ class State(NamedTuple):
     guard: Any
     last_finite = property(lambda self: self.guard.consecutive_skips == 0)
     notfinite_count = property(lambda self: self.guard.consecutive_skips)
-    total_notfinite = property(lambda self: self.guard.guards[0].skipped["nonfinite"])
+    total_notfinite = property(lambda self: self.guard.inner_guards[0].skipped["nonfinite"])
 
 
 def apply_if_finite(inner, max_consecutive_errors):
