@@ -40,7 +40,7 @@ def assert_close(tree, wanted, scale=1.0):
 def recorder():
     """An inner optimizer whose state is the `value` it was last given; it takes nothing else."""
 
-    def update(updates, state, params=None, *, value):
+    def update(updates, state, params=None, *, value=-1.0):
         return updates, jnp.asarray(value, jnp.float32)
 
     return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(-1), update)
