@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import PerGroup
 from ..norms._leaves import checked_leaves, inexact_leaves_or_placeholders, norm_dtype
-from ..norms._mesh import check_axis_name, max_over, num_devices, shard_axes, sum_over
+from ..norms._mesh import MeshAxes, check_axis_name, max_over, num_devices, shard_axes, sum_over
 from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
 from ._formula import Reaction, check_reaction, factor_of, scale_factor, scale_leaf
 from ._threshold import Rule, Threshold, apply_rules, as_rule, init_rules
@@ -225,38 +225,51 @@ def _metrics(
     """Return norm, threshold, factor and fraction as in `ClipState`.
 
     Norm, threshold and factor are dictionaries by label, or scalars if the groups have no labels.
-    A factor is reported as NaN if any norm is not finite. On GPU, XLA would compute the smallest
-    factor in separate kernels if each factor were replaced by NaN before.
     """
     is_finite = jnp.isfinite(total)
-    bound, factor = thresholds.min(UNBOUNDED), factors.min(1.0)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
-    all_mesh_axes = frozenset[str]().union(*mesh_axes)
-    columns = list(zip(factors.arrays, mesh_axes, strict=True))
-    if all_mesh_axes:
-        # The minimum is a negated maximum. `max_over` turns NaN into infinity, so -inf means NaN.
-        lowest = -max_over(-jnp.stack([bound, factor]), all_mesh_axes)
-        bound, factor = jnp.where(lowest > -jnp.inf, lowest, jnp.nan)
-        # Each device counts its norms, divided by the number of their replicas.
-        counts = [
-            jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns
-        ]
-        num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
-    else:
-        num_clipped = factors.count(_is_clipped)
-    size = sum(x.size * num_devices(axes) for x, axes in columns)
-    factor = _nan_unless(factor, is_finite)
-    fraction = jnp.where(is_finite, num_clipped / max(size, 1), 1)
-    if factors.is_scalar and not all_mesh_axes:
-        # XLA on GPU then computes norm, factor and fraction in one kernel (JAX 0.10.2).
-        factor = _nan_unless(factors.arrays[0], is_finite)
-        fraction = _is_clipped(factor)
+    summary = _summary_over_devices if any(mesh_axes) else _summary
+    bound, factor, fraction = summary(thresholds, factors, mesh_axes)
+    # Replace the smallest factor by NaN. If each factor were replaced first, XLA on GPU would
+    # compute the minimum in separate kernels.
+    factor, fraction = _nan_unless(factor, is_finite), jnp.where(is_finite, fraction, 1)
     metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
         reported = factors.map(_nan_unless, is_finite)
         metrics = norms.by_label(), bounds.by_label(), reported.by_label(), fraction
     return optax.tree.cast(metrics, jnp.float32)
+
+
+_Summary: TypeAlias = tuple[Scalar, Scalar, Scalar]
+"""The smallest threshold, the smallest factor and the fraction of norms that were clipped."""
+
+
+def _summary(thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes]) -> _Summary:
+    """Summarize norms that are equal on all devices; `mesh_axes` is not used."""
+    bound = thresholds.min(UNBOUNDED)
+    if factors.is_scalar:  # XLA on GPU then needs one kernel (JAX 0.10.2)
+        (factor,) = factors.arrays
+        return bound, factor, _is_clipped(factor).astype(factor.dtype)
+    num_norms = sum(x.size for x in factors.arrays)
+    return bound, factors.min(1.0), factors.count(_is_clipped) / max(num_norms, 1)
+
+
+def _summary_over_devices(
+    thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes]
+) -> _Summary:
+    """Summarize norms of slices that are sharded over mesh axes, given the axes of each leaf."""
+    all_mesh_axes = frozenset[str]().union(*mesh_axes)
+    # The minimum is a negated maximum. `max_over` turns NaN into infinity, so -inf means NaN.
+    smallest = jnp.stack([thresholds.min(UNBOUNDED), factors.min(1.0)])
+    smallest = -max_over(-smallest, all_mesh_axes)
+    bound, factor = jnp.where(smallest > -jnp.inf, smallest, jnp.nan)
+    # Each device counts its norms, divided by the number of their replicas.
+    columns = list(zip(factors.arrays, mesh_axes, strict=True))
+    counts = [jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns]
+    num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
+    num_norms = sum(x.size * num_devices(axes) for x, axes in columns)
+    return bound, factor, num_clipped / max(num_norms, 1)
 
 
 def _is_clipped(factor: Array) -> Array:

@@ -26,7 +26,8 @@ from .._states import state_of_rule
 from .._types import AxisName, Count, Scalar, Tree, as_pytree, qualified_name
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
-from ..wrappers._guard import ExtraArgs, Guard, Rejections
+from ..wrappers._extra_args import ExtraArgs
+from ..wrappers._guard import Guard, Rejections
 from ..wrappers._update import wrap
 
 

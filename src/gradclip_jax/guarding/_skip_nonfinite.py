@@ -27,7 +27,8 @@ from ..norms._leaves import inexact_leaves, is_inexact
 from ..norms._mask import Mask, broadcast_mask
 from ..norms._mesh import max_over, shard_axes
 from ..norms._reduce import norm_of_leaves
-from ..wrappers._guard import ExtraArgs, Guard, Rejections, loss_of, params_of
+from ..wrappers._extra_args import ExtraArgs, loss_of
+from ..wrappers._guard import Guard, Rejections, params_of
 from ..wrappers._update import wrap
 
 Check: TypeAlias = Literal["gradient", "step"]

@@ -14,7 +14,8 @@ from .._errors import public, value_error
 from .._types import UNBOUNDED, AxisName, Count, Scalar, Tree
 from ..clipping._threshold import Rule, Threshold, apply_rule, as_rule, init_state
 from ..norms._mask import Mask
-from ..wrappers._guard import ExtraArgs, Guard, Rejections, mean_loss
+from ..wrappers._extra_args import ExtraArgs, mean_loss
+from ..wrappers._guard import Guard, Rejections
 from ..wrappers._update import wrap
 
 

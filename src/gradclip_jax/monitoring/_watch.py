@@ -36,7 +36,8 @@ from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
 from ..norms._reduce import reduce_axes, reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
-from ..wrappers._guard import ExtraArgs, Observe, check_guard_arguments, loss_argument, loss_of
+from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
+from ..wrappers._guard import Observe, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate

@@ -1,7 +1,7 @@
 """Mesh axes of array types, and the collectives that depend on them."""
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ from .._devices import HAS_TYPES
 from .._errors import type_error, value_error
 from .._types import Array, AxisName, Tree
 
+MeshAxes: TypeAlias = frozenset[str]
+"""Names of mesh axes."""
 
-def varying_axes(x: object) -> frozenset[str]:
+
+def varying_axes(x: object) -> MeshAxes:
     """Return the mesh axes of `shard_map` over which a value varies."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying if HAS_TYPES else aval.vma)
 
 
-def shard_axes(x: Array, axis_name: AxisName) -> frozenset[str]:
+def shard_axes(x: Array, axis_name: AxisName) -> MeshAxes:
     """Return the mesh axes over which a leaf is sharded, or none if `axis_name` is `()`.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
@@ -61,12 +64,12 @@ def check_axis_name(axis_name: object, argument: str = "axis_name") -> None:
         raise type_error(argument, "a string, a tuple of strings or None", repr(axis_name), hint)
 
 
-def num_devices(axes: frozenset[str]) -> int:
+def num_devices(axes: MeshAxes) -> int:
     """Return the number of devices along mesh axes."""
     return math.prod(map(lax.axis_size, axes))
 
 
-def check_equal_on_devices(argument: str, x: Any, axes: frozenset[str], averaged: str) -> None:
+def check_equal_on_devices(argument: str, x: Any, axes: MeshAxes, averaged: str) -> None:
     """Raise if a value varies over mesh axes that are not in `axes`.
 
     `averaged` is the expression that the error tells the user to average over these axes.
@@ -104,12 +107,12 @@ def zeros_of_type(like: Any, dtype: DTypeLike | None = None) -> Array:
     return vary(zeros, varying_axes(like))
 
 
-def sum_over(x: Array, axes: frozenset[str]) -> Array:
+def sum_over(x: Array, axes: MeshAxes) -> Array:
     """Sum an array over mesh axes with one all-reduce, or return it unchanged without axes."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
-def max_over(x: Array, axes: frozenset[str]) -> Array:
+def max_over(x: Array, axes: MeshAxes) -> Array:
     """Return the maximum over mesh axes. NaN becomes infinity, because all-reduces may drop NaN."""
     if not axes:
         return x
@@ -118,7 +121,7 @@ def max_over(x: Array, axes: frozenset[str]) -> Array:
     return lax.pmax(x, tuple(sorted(axes)))
 
 
-def vary(x: Array, axes: frozenset[str]) -> Array:
+def vary(x: Array, axes: MeshAxes) -> Array:
     """Cast a value to a type that varies over the given mesh axes.
 
     The gradient with respect to the result remains local to each device instead of being

@@ -25,7 +25,8 @@ from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
 from .._weighted_sum import Reduction, WeightedSum, as_weight, sum_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
-from ._guard import ExtraArgs, as_loss, is_gradient, loss_argument, params_of
+from ._extra_args import ExtraArgs, as_loss, is_gradient, loss_argument
+from ._guard import params_of
 
 MAX_INT32 = np.iinfo(np.int32).max
 

@@ -24,7 +24,8 @@ from .._states import increment_where
 from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
-from ._guard import ExtraArgs, Observe, params_of
+from ._extra_args import ExtraArgs
+from ._guard import Observe, params_of
 from ._nesting import Wrappers
 from ._skips import Checked, PlacedGuard, Skips, flag_where, receive
 from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of

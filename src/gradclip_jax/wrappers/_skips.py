@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from .._errors import named
 from .._types import Array, Scalar, Tree
-from ._guard import ExtraArgs, GradientCheck, Guard, Rejections
+from ._extra_args import ExtraArgs
+from ._guard import GradientCheck, Guard, Rejections
 from ._state import CallOutcome, GuardState
 
 Flags: TypeAlias = Array | int

@@ -13,7 +13,8 @@ from .._clip_order import is_only_clips
 from .._errors import named, type_error, warn
 from .._run_if import compute_step, like_dtypes, run_step, select_step
 from .._types import Scalar, Tree
-from ._guard import ExtraArgs, Observe
+from ._extra_args import ExtraArgs
+from ._guard import Observe
 from ._nesting import Wrappers
 from ._skips import PlacedGuard, Skips, receive
 from ._state import WrapperState

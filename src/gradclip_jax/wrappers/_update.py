@@ -17,7 +17,8 @@ from .._states import plain_arrays, with_structure_of
 from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
-from ._guard import ExtraArgs, Guard, Observe, check_guard_arguments
+from ._extra_args import ExtraArgs
+from ._guard import Guard, Observe, check_guard_arguments
 from ._nesting import Wrappers
 from ._step import apply_updates
 
