@@ -130,7 +130,7 @@ test-trainer-%: .venv-trainer-%/.installed
 # each. Archives on PyPI have no tests except Optax' wheel, so that a clone is needed: of GitHub, or of
 # CLONES=/path, a folder with owner/name in it. A command, not in CI.
 CLONES ?= https://github.com
-THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel kauldron axlearn axlearn_clip \
+THEIRS ?= tunix maxtext maxtext_accumulation levanter easydel kauldron axlearn \
 	optax optax_accumulation optax_microbatch jax_privacy
 # The commit is that of the table in docs/trainers/index.md.
 CLONE_tunix := google/tunix

@@ -3,6 +3,7 @@
 `make bench-compiled` makes an environment for each.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -51,6 +52,7 @@ def available() -> str | None:
     return found[0] if found else None
 
 
+@functools.cache
 def devices(platform: str, topology: str | None = None) -> list[Any]:
     """Devices of this CPU, of H100s (`1x8x1` are eight), or of TPUs (`v5e:16x16`, `v5p:4x4x4`)."""
     jax.config.update("jax_platforms", "cpu")

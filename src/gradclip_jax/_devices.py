@@ -152,7 +152,11 @@ def reduce_arrays(
     def stacked(*arrays: Array) -> Array:
         return one_by_one(*stack(arrays, stackable(arrays)))
 
-    return lax.platform_dependent(*arrays, cpu=one_by_one, default=stacked)
+    def as_vectors(*arrays: Array) -> Array:
+        # Without the barrier, XLA replaces the reduction of the vector by scalar operations.
+        return one_by_one(*map(fusion_barrier, stack(arrays, stackable(arrays))))
+
+    return lax.platform_dependent(*arrays, cpu=one_by_one, tpu=as_vectors, default=stacked)
 
 
 def tree_reduce(reduce: Callable[..., Array], arrays: Sequence[Array]) -> Array:

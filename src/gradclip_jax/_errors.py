@@ -11,6 +11,7 @@ checked when a transformation is built, and pytrees at trace time. Traced values
 import contextlib
 import functools
 import inspect
+import os
 import pathlib
 import types
 import warnings
@@ -58,7 +59,7 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 def warn(message: str) -> None:
     """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
     files: list[Any] = [__file__, jax.__file__, optax.__file__]
-    internal = (contextlib.__file__, *(str(pathlib.Path(file).parent) for file in files))
+    internal = (contextlib.__file__, *(f"{pathlib.Path(file).parent}{os.sep}" for file in files))
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(internal):
         frame, level = frame.f_back, level + 1
@@ -69,8 +70,8 @@ def warn(message: str) -> None:
 def named(function: str) -> Generator[None]:
     """Name a part of a training step by its public function, in errors and in profiles.
 
-    Enclosing public functions, such as `apply_gradients`, do not replace the name. If the error
-    has a name, a public function inside this part raised it.
+    Enclosing public functions, such as `apply_gradients`, do not replace the name. An error that
+    a public function inside this part raised keeps the name of that function.
     """
     try:
         with jax.named_scope(function):
@@ -107,7 +108,7 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def _part_of_step(name: str, result: Any) -> Any:
-    """Return a function whose errors have a name; return other objects unchanged.
+    """Wrap a Python function in `named`; return other objects unchanged.
 
     The `update` of a guard is a callable object, not a function. It names its errors itself.
     """

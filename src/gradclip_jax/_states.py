@@ -11,11 +11,13 @@ Classes of states have these members, which are read wherever a state is nested:
 | `continued_from(earlier)` | states whose options may change | see `convert_state` |
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from ._checks import shortened
+from ._errors import type_error
 from ._types import Array, Path, Tree
 
 
@@ -37,15 +39,14 @@ def own_states(state: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
 
 
 def find_states(state: Tree, kind: type) -> list[tuple[Path, Tree]]:
-    """Return `(path, state)` for every state of a type, including nested states."""
-    found: list[tuple[Path, Tree]] = [((), state)] if isinstance(state, kind) else []
-
-    def is_inside(node: object) -> bool:
-        return isinstance(node, kind) and node is not state
-
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_inside):
-        for inner_path, inner in find_states(node, kind) if is_inside(node) else ():
-            found.append(((*path, *inner_path), inner))
+    """Return `(path, state)` for every state of a named tuple type, including nested states."""
+    found: list[tuple[Path, Tree]] = []
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(node, kind):
+            found.append((path, node))
+            for name, value in node._asdict().items():
+                field = (*path, jax.tree_util.GetAttrKey(name))
+                found += [((*field, *inner), x) for inner, x in find_states(value, kind)]
     return found
 
 
@@ -56,6 +57,16 @@ def replace_states(state: Tree, kind: type, replace: Callable[[Tree], Tree]) -> 
         return replace(node) if isinstance(node, kind) else node
 
     return jax.tree.map(visit, state, is_leaf=lambda node: isinstance(node, kind))
+
+
+def state_of_rule(argument: str, name: str, state: Tree) -> Tree:
+    """Return the state of a rule from a dictionary by the name of the rule, or raise."""
+    if not isinstance(state, Mapping) or name not in state:
+        hint = "Pass the state of this transformation, or convert it with `gcx.convert_state`."
+        raise type_error(
+            "state", f"a state of the rule {name!r} for `{argument}`", shortened(state), hint
+        )
+    return state[name]
 
 
 def increment_where(count: Array, happened: Array | bool = True) -> Array:

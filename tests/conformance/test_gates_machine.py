@@ -63,7 +63,7 @@ GROUPS = {
     "weights and flush": Group("window", "nan bad_weight", "weight flush", "nonfinite step scale"),
     "losses": Group("plain nested window", "nan loss_spike loss_nan", "value", "nonfinite both loss"),
     "overflow": Group("plain nested window", "huge large", "", "nonfinite", "consecutive_skips guard_failed", "sum", "adam"),
-    "guards on both sides": Group("both", "nan spike", "flush"),
+    "guards on both sides": Group("both", "nan spike", "flush", seed=4),  # a scale outside
     "consecutive skips of nested guards": Group("nested", "nan spike", checks="consecutive_skips guard_failed", seed=1),
     "micro-batches of weight zero": Group("window", "nan padding", "weight flush"),
     "windows without weight": Group("window", "empty", "weight", "nonfinite step norm", "guard_failed", rate=0.9),

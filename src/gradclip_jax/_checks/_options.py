@@ -83,8 +83,8 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int
 
 
 def check_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:
-    """Return a static integer, or a list or tuple of static integers, as a tuple."""
-    positions: Any = value if isinstance(value, (list, tuple)) else (value,)
+    """Return a static integer, or a sequence of static integers, as a tuple."""
+    positions: Any = value if isinstance(value, (list, tuple, range)) else (value,)
     for i in positions:
         check_static(argument, i)
         check_count(argument, i, hint, low=-64)

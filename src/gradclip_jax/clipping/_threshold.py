@@ -28,7 +28,7 @@ from .._checks import (
     shortened,
 )
 from .._errors import public, type_error
-from .._states import increment_where
+from .._states import increment_where, state_of_rule
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree, qualified_name
 from ..norms._groups import PerGroup, split
 
@@ -166,7 +166,7 @@ def apply_rule(
     else:
         # States are float32, so a larger norm counts as the largest float32 and changes no state.
         value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
-        old_state = state[rule.name]
+        old_state = state_of_rule(argument, rule.name, state)
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     result = rule.update(value.astype(jnp.float32), old_state, given)
     threshold, new_state = _checked_result(argument, result, norm, old_state)

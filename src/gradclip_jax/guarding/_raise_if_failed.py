@@ -13,6 +13,7 @@ from .._errors import public
 from .._metrics import metrics
 from .._states import find_states, plain_arrays
 from .._types import Array, HostArray, Tree
+from .._weighted_sum import WeightedSum
 from ..wrappers._state import GuardState, WrapperState
 from ._loss_scale import LossScaleState
 from ._skip_spikes import SpikeState
@@ -67,13 +68,24 @@ def raise_if_failed(state: Tree) -> None:
         for guard in node.outer + node.guards
         for cause, count in guard.skipped.items()
     ]
-    # A scalar, such as a threshold, may be infinite.
-    arrays = jax.tree.map(lambda x: x if np.ndim(x) else None, plain_arrays(state))
+    arrays = jax.tree.map(_in_use, plain_arrays(state), is_leaf=_is_sum)
     bad = [f"state{path}" for path in nonfinite_leaves(arrays)]
     message = f"raise_if_failed: {found['consecutive_skips']} consecutive skips"
     message += f" ({', '.join(counts)}). "
     message += f"Non-finite leaves: {listed(bad)}. " if bad else "The state is finite. "
     raise RuntimeError(message + "Restore a checkpoint, and lower the learning rate.")
+
+
+def _is_sum(node: object) -> bool:
+    """Return whether a node of a state is a sum over the micro-batches of a window."""
+    return isinstance(node, WeightedSum)
+
+
+def _in_use(node: Tree) -> Tree:
+    """Return None for a scalar, which may be infinite, and for the sum of an empty window."""
+    if _is_sum(node):
+        return node if np.any(jax.device_get(node.weight)) else None
+    return node if np.ndim(node) else None
 
 
 @public

@@ -22,6 +22,7 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._run_if import like_dtypes
+from .._states import state_of_rule
 from .._types import AxisName, Count, Scalar, Tree, as_pytree, qualified_name
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
@@ -131,7 +132,7 @@ def skip_if(
     def check(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        arguments = grads, state[rule.name], params
+        arguments = grads, state_of_rule("predicate", rule.name, state), params
         result = call_user("predicate", "should_skip", rule.should_skip, *arguments, **extra_args)
         if not (isinstance(result, tuple) and len(result) == 2):
             must = "a rule whose `should_skip` returns `(skip, observed)`"

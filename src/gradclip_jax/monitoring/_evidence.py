@@ -117,7 +117,8 @@ def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
     for rule in rules:
         for t in np.flatnonzero(rule.is_met):
             num = 0 if rule.num_windows is None else int(rule.num_windows[t])
-            step, first = int(rows.step[t]), int(rows.step[max(t + 1 - max(num, 1), 0)])
+            step = int(rows.step[t])
+            first = int(rows.step[np.searchsorted(window, window[t] - max(num, 1) + 1)])
             left_out = _batch_ids(rows, window[t] - num + 1, window[t])
             reason = f"step {step}: {rule.reason}"
             yield Evidence(step, rule.action, reason, left_out, first, is_fault=rule.is_fault)

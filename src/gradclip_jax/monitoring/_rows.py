@@ -118,10 +118,12 @@ class Names(NamedTuple):
         return zlib.crc32(repr((1, self.units, self.taps)).encode())
 
 
-def names_of(params: Tree, granularity: Any = "leaf", mask: Mask = None, taps: Any = None) -> Names:
+def names_of(
+    params: Tree, granularity: Any = "leaf", trainable: Mask = None, taps: Any = None
+) -> Names:
     """Return the names of the units and taps that `watch` measures."""
-    check_mask(mask)
-    units = group_names(granularity, mask_leaves(mask, params, params))
+    check_mask(trainable)
+    units = group_names(granularity, mask_leaves(trainable, params, params))
     return Names(units=tuple(units), taps=tuple(tap_names("taps", taps)))
 
 

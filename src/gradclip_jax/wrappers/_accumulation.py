@@ -223,7 +223,9 @@ class Accumulation(NamedTuple):
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:
-            extra_args[name] = state.loss.result(self.reduction)
+            # A call of `flush` may be the first one with a loss.
+            window_loss = state.loss.result(self.reduction)
+            extra_args[name] = jnp.where(state.loss.weight > 0, window_loss, as_loss(name, value))
         if is_gradient(extra_args, gradient):
             extra_args["grad"] = gradient
         return gradient, extra_args, buffer

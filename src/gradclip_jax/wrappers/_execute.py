@@ -11,6 +11,7 @@ Without an accumulation, each call is a step. The inner transformation runs at m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -81,7 +82,9 @@ def execute(
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
-    call = Call(wrappers, state, grads, observe)
+    states, num_outer = state.outer + state.guards, len(wrappers.outer)
+    guards = list(map(PlacedGuard, itertools.count(), wrappers.all_guards, states))
+    call = Call(wrappers, state, guards[:num_outer], guards[num_outer:], grads, observe)
     carry = Carry(params if in_place else None, state.inner_state)
     if wrappers.accumulation is not None:
         return _accumulate(call, params, carry, extra_args)

@@ -61,7 +61,7 @@ class Skips(NamedTuple):
         return Skips(tuple([jnp.asarray(flags, jnp.int32) for flags in self.flags]))
 
     def merged(self, others: Skips) -> Skips:
-        """Return the skips of both."""
+        """Return the union of the skips in two checks."""
         return Skips(tuple(map(operator.or_, self.flags, others.flags)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -26,6 +25,8 @@ class Call(NamedTuple):
     Attributes:
         wrappers: The guards, the accumulation and the inner transformation.
         state: State before the call.
+        outer: The guards around the accumulation.
+        inner: The guards inside the accumulation, or all guards without one.
         grads: The gradient as the caller passed it.
         observe: Function that measures the updates before they are added to the parameters, or
             None.
@@ -33,24 +34,10 @@ class Call(NamedTuple):
 
     wrappers: Wrappers
     state: WrapperState
+    outer: list[PlacedGuard]
+    inner: list[PlacedGuard]
     grads: Tree
     observe: Observe | None
-
-    @property
-    def outer(self) -> list[PlacedGuard]:
-        """The guards around the accumulation."""
-        return self._placed_guards[: len(self.wrappers.outer)]
-
-    @property
-    def inner(self) -> list[PlacedGuard]:
-        """The guards inside the accumulation, or all guards without one."""
-        return self._placed_guards[len(self.wrappers.outer) :]
-
-    @property
-    def _placed_guards(self) -> list[PlacedGuard]:
-        """All guards, from the outermost to the innermost."""
-        states = self.state.outer + self.state.guards
-        return list(map(PlacedGuard, itertools.count(), self.wrappers.all_guards, states))
 
 
 class Carry(NamedTuple):

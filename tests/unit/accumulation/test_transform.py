@@ -40,7 +40,7 @@ def assert_close(tree, wanted, scale=1.0):
 def recorder():
     """An inner optimizer whose state is the `value` it was last given; it takes nothing else."""
 
-    def update(updates, state, params=None, *, value):
+    def update(updates, state, params=None, *, value=-1.0):
         return updates, jnp.asarray(value, jnp.float32)
 
     return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(-1), update)
@@ -122,6 +122,9 @@ def test_a_flush_passes_the_mean_loss_of_its_window_if_it_is_given_a_loss():
     assert [float(s.inner_state) for s in states] == [-1, 10.5, 10.5, 12.5, 12.5]
     _, flushed = jax.jit(lambda s: gcx.flush(tx, s, params, value=7.0))(states[-1])
     assert float(flushed.inner_state) == 14
+    # Without a loss in the window, the loss of the flush is the only one.
+    state = tx.update(params, tx.init(params), params)[1]
+    assert float(gcx.flush(tx, state, params, value=7.0)[1].inner_state) == 7
 
 
 # --- reductions and weights -----------------------------------------------------------------

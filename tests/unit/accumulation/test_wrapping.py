@@ -166,32 +166,3 @@ def test_the_variables_of_nnx_are_taken_and_returned():
     assert jax.tree.structure((updates, state)) == jax.tree.structure(carry)
     assert gcx.diagnostics.accumulation_stats(state).total_updates == 2
     assert np.any(updates["kernel"][...]) and np.any(carry[0]["kernel"][...] != model.kernel[...])
-
-
-@pytest.mark.slow
-def test_an_nnx_model_runs_in_micro_batches_with_keys_and_statistics_of_their_own():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(params, rest, x, key):
-        model = nnx.merge(graph, params, rest, copy=True)
-        nnx.reseed(model, dropout=key)
-        value = jnp.mean(model.dropout(model.norm(x)) ** 2)
-        return value, nnx.state(model, nnx.BatchStat)
-
-    options = {"has_aux": True, "batch_argnums": 2, "rng_argnums": 3, "aux_reduction": "last"}
-    take = jax.jit(gcx.microbatched_value_and_grad(loss, 3, **options))
-    x, key = trees.normal((12, 4)), jax.random.key(7)
-    (value, statistics), grads = take(params, rest, x, key)
-    one = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    keys = jax.random.split(key, 3)
-    parts = [one(params, rest, x[i::3], keys[i]) for i in range(3)]
-    mean = jax.tree.map(lambda *g: sum(g) / 3, *(grads for _, grads in parts))
-    chex.assert_trees_all_close(grads, mean, atol=1e-6)
-    np.testing.assert_allclose(value, np.mean([value for (value, _), _ in parts]), rtol=1e-5)
-    chex.assert_trees_all_close(statistics, parts[2][0][1], rtol=1e-6)

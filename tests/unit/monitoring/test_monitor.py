@@ -120,6 +120,7 @@ def test_a_monitor_is_told_which_of_two_states_it_reads():
     found = [gcx.Monitor(PARAMS, which=i).read(state).rows.step.tolist() for i in (0, 1)]
     assert found == [[0, 1, 2, 3], [0, 1]]
     assert len(gcx.incidents(state, PARAMS, which=0)) == 0
+    assert len(gcx.incidents(state, PARAMS, which=1, trainable=None)) == 0
     for call in (gcx.Monitor(PARAMS, which=2).read, lambda x: gcx.incidents(x, PARAMS, which=2)):
         with pytest.raises(ValueError, match="`which`.*2 states"):
             call(state)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
+from gradclip_jax.monitoring._evidence import find_evidence
 from gradclip_jax.monitoring._policy import DECISION, Policy
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
 
@@ -80,6 +81,16 @@ def skipped(first, last):
     steps, norms = range(first, last), np.array([[np.nan], [np.nan], [1.0]])
     columns = {"norms": dict.fromkeys(steps, norms), "outcome": dict.fromkeys(steps, int(SKIPPED))}
     return {"bad": steps, "kinds": ("nan", "skipped"), **columns}
+
+
+def test_evidence_in_windows_begins_with_their_first_call():
+    rows = Rows.zeros(4 * QUIET, NO_CLIPS)
+    rows.step[:] = np.arange(len(rows.step))
+    rows.outcome[:] = int(HELD)
+    rows.outcome[3::4] = int(SKIPPED)
+    is_bad = np.zeros(len(rows.step), bool)
+    found = find_evidence(rows, is_bad, [], num_rewinds=0, patience=256)
+    assert [(x.action, x.first) for x in found] == [("rewind", 0)]
 
 
 FAILED = {"outcome": {62: int(SKIPPED), 63: int(SKIPPED), 64: int(SKIPPED | Outcome.GUARD_FAILED)}}

@@ -224,6 +224,14 @@ def test_nonfinite_elements_are_counted_and_unchanged_parameters_have_no_update(
     assert rows.norms[0, 1].tolist() == [0, 0, 0]
 
 
+def test_apply_gradients_measures_the_parameters_of_a_skipped_step():
+    tx, params = gcx.watch(gcx.skip_nonfinite(SGD)), {"w": np.float32([3.0])}
+    grads = {"w": np.float32([np.nan])}
+    _, state = jax.jit(functools.partial(gcx.apply_gradients, tx))(grads, tx.init(params), params)
+    found = gcx.metrics(state)
+    assert (found["parameter_norm"], found["update_norm"]) == (3, 0)
+
+
 def test_a_mask_leaves_other_leaves_unmeasured_and_unchanged():
     params = {"w": np.float32([3.0]), "frozen": np.float32([1.0]), "count": np.int32([5])}
     grads = {"w": np.float32([4.0]), "frozen": np.float32([np.nan]), "count": np.int32([1])}

@@ -36,7 +36,7 @@ class GradientAccumulator(nnx.Module):
 
 
 REPLACES = {"tunix.sft.peft_trainer:GradientAccumulator": GradientAccumulator}
-TESTS = ["tests/sft/peft_trainer_test.py"]
+TESTS = ["tests/sft/peft_trainer_test.py::GradientAccumulatorTest"]
 PASSED = 27
 DIFFERENCES = {}
 

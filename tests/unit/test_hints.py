@@ -202,6 +202,35 @@ def test_raise_if_failed_names_the_guard_the_count_and_the_leaves():
         gcx.raise_if_failed(state)
 
 
+def test_the_sum_of_a_window_that_was_dropped_is_not_reported_as_non_finite():
+    tx = accumulate(gcx.skip_nonfinite(sgd, max_consecutive_skips=1), 1 + 1)
+    _, state = step(tx, None, {**PARAMS, "w": jnp.array([1.0, jnp.nan])})
+    _, state = step(tx, state)
+    assert gcx.diagnostics.nonfinite_leaves(state.accumulation.gradient.total)
+    with pytest.raises(RuntimeError, match="The state is finite"):
+        gcx.raise_if_failed(state)
+
+
+def constant_rule(name):
+    return rules.Rule(jnp.zeros_like, lambda norm, state, _: (1.0, state), name=name)
+
+
+def skip_rule(name):
+    return gcx.SkipRule(lambda _: jnp.zeros(()), lambda *_: (False, ()), lambda x, *_: x, name)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda name: gcx.skip_spikes(sgd, norm=constant_rule(name)),
+        lambda name: gcx.skip_if(sgd, skip_rule(name)),
+    ],
+)
+def test_the_state_of_another_rule_raises(build):
+    with pytest.raises(TypeError, match="`state`.*rule 'new'.*convert_state"):
+        step(build("new"), build("old").init(PARAMS))
+
+
 CLIPS = {
     "nested": optax.chain(optax.chain(clip)),
     "named": optax.named_chain(("clip", clip)),
