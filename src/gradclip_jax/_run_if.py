@@ -1,23 +1,28 @@
 """Conditional execution of an optimizer step, with in-place updates.
 
-A step that rarely runs, such as the optimizer step of an accumulation, is the body of a
-`while_loop` with zero or one iterations, because XLA updates the carry of a loop in place.
-`lax.cond` copies the carry: a skipped AdamW step moves 14 N more bytes for N bytes of parameters.
-On CUDA, the host waits for the predicate of a loop (openxla/xla#23427), and the form depends on the
-size of the carry:
+`run_step` computes a step, such as an optimizer step, if a predicate is true. Its form depends on
+the backend:
 
-| carry with AdamW | form | milliseconds of a micro-step with select, cond and loop (JAX 0.11.2) |
+| step | CPU, TPU | CUDA |
 | --- | --- | --- |
-| PPO, 0.04 M elements | select | 0.084, 0.096 (H100); 0.086, 0.097, 0.096 (H200) |
-| ResNet-50, 102 M elements | cond | 51.8, 49.5, 54.6 (H100) |
-| GPT-2, 497 M elements | loop | 168.4, 166.8, 167.4 (H100) |
+| rarely runs, as in an accumulation | loop | select, cond or loop, by the size of its carry |
+| is likely to run, as in a guard | loop on CPU, select on TPU | select |
 
-A selection always computes the step. For PPO, it needs 61 kernels on an H100, and `lax.cond` needs
-149, most of which copy an array of the carry (JAX 0.10.2). XLA executes `lax.cond` in a CUDA graph.
+- *loop*: a `while_loop` with zero or one iterations. XLA updates its carry in place. On CUDA, the
+  host waits for its predicate (openxla/xla#23427).
+- *cond*: `lax.cond`, which XLA executes in a CUDA graph. It copies the carry even if the step is
+  skipped. For AdamW with N bytes of parameters, this moves 14 N bytes.
+- *select*: the step is always computed, and its result is selected.
 
-A step that is likely to run, such as the optimizer step of a guard, is also a loop on CPU, where a
-skipped step costs nothing. On GPU and TPU the step is always computed and its result is selected.
-For PPO on an H100, `lax.cond` would take 27 % more time, and a loop 57 % (JAX 0.11.2).
+Milliseconds of a micro-step with AdamW (JAX 0.11.2):
+
+| carry | GPU | select | cond | loop |
+| --- | --- | --- | --- | --- |
+| PPO, 0.04 M elements | H200 | 0.086 | 0.097 | 0.096 |
+| ResNet-50, 102 M elements | H100 | 51.8 | 49.5 | 54.6 |
+| GPT-2, 497 M elements, where cond would copy 4 GB | H100 | 168.4 | 166.8 | 167.4 |
+
+For a guard of PPO on an H100, cond would take 27 % more time than select, and a loop 57 %.
 """
 
 import functools
@@ -39,10 +44,10 @@ Flag: TypeAlias = Array | bool
 """A bool[] array, or a Python bool, which is known at trace time and needs no branch."""
 
 _MAX_SELECTED_SIZE: Final = 2**18
-"""Largest number of elements of a carry for which CUDA always computes the step."""
+"""Largest number of elements of the results for which CUDA always computes the step."""
 
 _MAX_COPIED_SIZE: Final = 2**27
-"""Largest number of elements of a carry that is copied on CUDA, so that the host does not wait."""
+"""Largest number of elements of the results for which CUDA copies the carry and does not wait."""
 
 
 def trace(function: Callable[..., Tree], *args: Tree) -> tuple[Partial, Tree]:
@@ -152,7 +157,8 @@ def _run(
 ) -> Tree:
     """Execute `forward` if the predicate is true, in one of the forms below; else return `start`.
 
-    Derivatives are those of a `lax.cond` of `differentiated`, which computes the same values.
+    JAX differentiates a `lax.cond` of `differentiated`, which computes the same values, because a
+    `while_loop` has no derivative in reverse mode.
     """
     return form(forward, predicate, start)
 

@@ -50,9 +50,9 @@ _Class = TypeVar("_Class", bound=type)
 def as_pytree(cls: _Class) -> _Class:
     """Register a dataclass of functions and options as a pytree whose leaves are its fields.
 
-    Libraries such as Optimistix read the arrays that the functions close over, so that a new
-    learning rate does not cause a new trace. They also create instances whose leaves are not
-    functions, which `__post_init__` would reject.
+    Optimistix treats a transformation as a pytree. Because its functions are leaves, it can replace
+    the arrays that they contain, such as a learning rate, without a new trace. It also creates
+    instances with placeholders as leaves, so `unflatten` does not call `__post_init__`.
     """
     names = [field.name for field in dataclasses.fields(cls)]
 

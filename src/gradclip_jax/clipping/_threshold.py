@@ -158,8 +158,8 @@ def apply_rule(
 ) -> tuple[Array, Tree]:
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
-    Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite;
-    `is_finite` is whether all norms that this rule does not receive are finite.
+    Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite.
+    `is_finite` says whether the norms that this rule does not receive are finite.
     """
     if rule.init is None:
         value, old_state = norm, ()

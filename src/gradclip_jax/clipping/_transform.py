@@ -383,7 +383,7 @@ def autoclip(
     References:
         Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469.
     """
-    # `optax.inject_hyperparams` would trace a default number.
+    # `window` is static. `optax.inject_hyperparams` traces defaults that are numbers.
     rule = percentile_rule(percentile, 1000 if window is None else window)
     return norm_clip("percentile", rule, axis_name=axis_name)
 

@@ -244,9 +244,10 @@ def is_nonfinite(x: Array) -> Array:
         return is_nonfinite(x.real) | is_nonfinite(x.imag)
     info = jnp.finfo(x.dtype)
     if info.bits < 32:
-        # XLA may omit a cast to a narrow dtype that is followed by a cast to a wider one. Scale the
-        # values so that float32 overflows between the largest finite value of the narrow dtype and
-        # the smallest value that rounds to infinity, which is larger by a factor of 1 + eps / 4.
+        # XLA may omit the rounding to a narrow dtype, so test in float32. The limit is between the
+        # largest finite value of the dtype and the smallest value that rounds to infinity, which is
+        # larger by a factor of 1 + eps / 4. It is scaled to the largest float32, so that larger
+        # values overflow.
         limit = float(info.max) * (1 + float(info.eps) * 3 / 16)
         x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / limit)
     return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long

@@ -8,8 +8,8 @@ transitions are:
 | state | event | next state, action |
 | --- | --- | --- |
 | running | evidence for a rewind, n < 3 | pending, `rewind`; n + 1 |
-| running | the same at the steps of the last rewind | pending, `lower`; n + 1; the batches that |
-| | | were left out were not the cause, and are used again |
+| running | the same at the steps of the last rewind: | pending, `lower`; n + 1; these batches |
+| | the batches that were left out were not the cause | are used again |
 | running | the same elsewhere, n = 3 | pending, `lower`; n + 1 |
 | running | the same, the last action was `lower` | pending, `stop` |
 | running | a fault of the hardware or the optimizer, n < 3 | pending, `rewind`; n + 1 |

@@ -29,8 +29,8 @@ def shard_axes(x: Array, axis_name: AxisName) -> MeshAxes:
     """Return the mesh axes over which a leaf is sharded, or none if `axis_name` is `()`.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
-    `check_vma=False`), every leaf counts as sharded over `axis_name`. The type of
-    `lax.axis_index(name)`, which always varies over the axis, shows whether types carry axes.
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. The index of a device always
+    varies over its axis. If the type of `lax.axis_index(name)` does not, types do not carry axes.
     """
     if axis_name == ():
         return frozenset()

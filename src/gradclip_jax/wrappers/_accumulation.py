@@ -212,8 +212,9 @@ class Accumulation(NamedTuple):
         """Return the gradient of a window, its extra arguments, and the new value of its sum.
 
         `grads` and `batch` belong to the last micro-batch. The loss and the gradient of the window
-        replace the extra arguments `value` (or `loss`) and `grad`. The sum is not read again, so
-        the gradient takes its place, and XLA can reuse its buffer.
+        replace the extra arguments `value` (or `loss`) and `grad`. The value of the sum no longer
+        matters, because the window becomes empty. It is replaced by the gradient, so that XLA
+        divides in place.
         """
         buffer = state.gradient.total
         if self.has_sum(state):

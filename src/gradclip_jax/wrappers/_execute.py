@@ -107,7 +107,8 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
     with named(accumulation.name):
         window, closes = accumulation.add(state.accumulation, checked.grads, batch, is_accepted)
 
-    # `run_step` creates zeros like these arrays, so `close_window` must not close over them.
+    # Without a step, `run_step` returns zeros like the outputs. Arrays that a function closes over
+    # lose their explicit sharding, so they are operands.
     def close_window(
         carry: tuple[Tree, Carry], window: AccumulationState, grads: Tree, params: Tree
     ) -> tuple[Step, tuple[Tree, Carry]]:
@@ -166,8 +167,9 @@ def _recorded(
 ) -> WrapperState:
     """Record the state of each guard, the outcome of the call, and whether a guard has failed.
 
-    `is_used` is True if the micro-batch was accumulated or applied, and `has_run` if the inner
-    transformation ran. `flags` contains other flags of the outcome.
+    Outer guards advance if `is_used`: no guard rejected the micro-batch, its weight is not 0, and
+    it was accumulated or applied. Inner guards advance if `has_run`: the inner transformation ran.
+    `flags` contains other flags of the outcome.
     """
 
     def states(guards: Sequence[PlacedGuard], is_used: Scalar | bool) -> tuple[GuardState, ...]:

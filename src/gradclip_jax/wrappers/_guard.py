@@ -42,9 +42,10 @@ class Guard(NamedTuple):
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
         check: Function that checks the gradient of a step.
-        check_micro_batch: Function that checks each micro-batch instead if the guard is around an
-            accumulation.
-        check_window: Function that then checks the gradient of each window as well, or None.
+        check_micro_batch: Function that replaces `check` in a guard around an accumulation. It
+            checks each micro-batch.
+        check_window: Function that checks the gradient of each window in a guard around an
+            accumulation, or None.
         init: Function `params -> rule_state` that returns the guard's own initial state.
         advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
             this guard skipped, or if the gradient was applied or accumulated.

@@ -16,7 +16,10 @@ from ._guard import GradientCheck, Guard, Rejections
 from ._state import CallOutcome, GuardState
 
 Flags: TypeAlias = Array | int
-"""An int32[] with flags of `CallOutcome`, or the integer 0, for which no branch is compiled."""
+"""An int32[] with flags of `CallOutcome`, or the integer 0 if no guard has made a check.
+
+The integer is known during tracing, so no branch is compiled for it.
+"""
 
 
 class Skips(NamedTuple):

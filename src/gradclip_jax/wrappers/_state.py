@@ -59,8 +59,9 @@ class GuardState(NamedTuple):
 class WrapperState(NamedTuple):
     """State of guards and an accumulation that are directly around each other.
 
-    Fields that `update` does not read must be last. JAX drops their donated buffers and matches the
-    remaining buffers with the outputs in order; in another order, XLA would copy every scalar.
+    The order of the fields matters for donation. JAX drops donated arrays that `update` does not
+    read, and pairs the others with the outputs by position. If an array that is not read came
+    before others, XLA would copy them. Such fields are therefore last.
 
     Attributes:
         consecutive_skips: Number of skipped calls, and of windows whose total weight is 0, since
