@@ -45,8 +45,8 @@ class WeightedSum(NamedTuple):
 
         The addition is not conditional, because the host of a GPU would wait for its predicate.
         Trees that are not added may contain NaN. A weight of None means 1 and omits the product.
-        Pass `is_zeroed=True` only if the total of an empty sum is 0. Then there is no selection, and
-        XLA can move the all-reduce of a gradient out of a loop over micro-batches.
+        Pass `is_zeroed=True` only if the total of an empty sum is 0. Without a selection, XLA can
+        move the all-reduce of a gradient out of a loop over micro-batches.
         """
         is_empty = self.weight == 0
         added_weight = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)

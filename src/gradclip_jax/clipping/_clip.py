@@ -229,10 +229,7 @@ def _metrics(
     is_finite = jnp.isfinite(total)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
     summary = _summary_over_devices if any(mesh_axes) else _summary
-    bound, factor, fraction = summary(thresholds, factors, mesh_axes)
-    # Replace the smallest factor by NaN. If each factor were replaced first, XLA on GPU would
-    # compute the minimum in separate kernels.
-    factor, fraction = _nan_unless(factor, is_finite), jnp.where(is_finite, fraction, 1)
+    bound, factor, fraction = summary(thresholds, factors, mesh_axes, is_finite)
     metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
@@ -242,21 +239,28 @@ def _metrics(
 
 
 _Summary: TypeAlias = tuple[Scalar, Scalar, Scalar]
-"""The smallest threshold, the smallest factor and the fraction of norms that were clipped."""
+"""The smallest threshold, the smallest factor and the fraction of norms that were clipped.
+
+If any norm is not finite, the factor is NaN and the fraction is 1. NaN replaces the smallest factor
+because XLA on GPU would compute the minimum in separate kernels if NaN replaced each factor.
+"""
 
 
-def _summary(thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes]) -> _Summary:
+def _summary(
+    thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes], is_finite: Scalar
+) -> _Summary:
     """Summarize norms that are equal on all devices; `mesh_axes` is not used."""
     bound = thresholds.min(UNBOUNDED)
-    if factors.is_scalar:  # XLA on GPU then needs one kernel (JAX 0.10.2)
-        (factor,) = factors.arrays
-        return bound, factor, _is_clipped(factor).astype(factor.dtype)
+    if factors.is_scalar:  # XLA on GPU then needs one kernel for the factor and the fraction
+        factor = _nan_unless(factors.arrays[0], is_finite)
+        return bound, factor, _is_clipped(factor)
     num_norms = sum(x.size for x in factors.arrays)
-    return bound, factors.min(1.0), factors.count(_is_clipped) / max(num_norms, 1)
+    fraction = factors.count(_is_clipped) / max(num_norms, 1)
+    return bound, _nan_unless(factors.min(1.0), is_finite), jnp.where(is_finite, fraction, 1)
 
 
 def _summary_over_devices(
-    thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes]
+    thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes], is_finite: Scalar
 ) -> _Summary:
     """Summarize norms of slices that are sharded over mesh axes, given the axes of each leaf."""
     all_mesh_axes = frozenset[str]().union(*mesh_axes)
@@ -269,7 +273,8 @@ def _summary_over_devices(
     counts = [jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns]
     num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
     num_norms = sum(x.size * num_devices(axes) for x, axes in columns)
-    return bound, factor, num_clipped / max(num_norms, 1)
+    fraction = num_clipped / max(num_norms, 1)
+    return bound, _nan_unless(factor, is_finite), jnp.where(is_finite, fraction, 1)
 
 
 def _is_clipped(factor: Array) -> Array:
