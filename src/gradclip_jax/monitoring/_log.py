@@ -79,7 +79,10 @@ def _lines_of(log: LogSource) -> Iterable[Line]:
     if isinstance(log, Sequence) and all(isinstance(line, (dict, Mapping)) for line in log):
         return log
     rule = "the path of a file, or a sequence of dictionaries"
-    hint = "For a table of pandas, pass `table.to_dict('records')`."
+    hint = (
+        "Read an optimizer state with a `Monitor`, and pass the monitor. For a table of pandas, pass "
+        "`table.to_dict('records')`."
+    )
     raise type_error("log", rule, type(log).__name__, hint)
 
 
