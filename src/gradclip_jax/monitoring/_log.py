@@ -80,8 +80,8 @@ def _lines_of(log: LogSource) -> Iterable[Line]:
         return log
     rule = "the path of a file, or a sequence of dictionaries"
     hint = (
-        "Read an optimizer state with a `Monitor`, and pass the monitor. For a table of pandas, pass "
-        "`table.to_dict('records')`."
+        "For an optimizer state, read it with a `Monitor`, and pass the monitor. For a table of "
+        "pandas, pass `table.to_dict('records')`."
     )
     raise type_error("log", rule, type(log).__name__, hint)
 
