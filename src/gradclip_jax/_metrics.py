@@ -35,7 +35,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     | `skipped_nonfinite`, `skipped_large_norm` | numbers of skipped steps by cause |
     | `skipped_large_loss` | number of steps that `skip_spikes` skipped because of the loss |
     | `skipped_other` | number of steps that `skip_if` skipped |
-    | `consecutive_skips` | number of consecutive steps without an applied update |
+    | `consecutive_skips` | number of consecutive skipped steps; only accumulating does not count |
     | `guard_failed` | 1 if a limit of skipped steps or of the loss scale was ever reached, else 0 |
     | `update_norm`, `parameter_norm` | norms in the last call of `watch` |
     | `nonfinite_elements` | number of non-finite elements of the gradient in this call |

@@ -31,7 +31,7 @@ class AccumulationStats(NamedTuple):
 
     Attributes:
         total_micro_batches: Number of micro-batches so far; the counter saturates.
-        total_updates: Number of completed windows; the counter saturates.
+        total_updates: Number of windows that were applied; the counter saturates.
         accumulation_steps: Number of micro-batches in the current window.
         registered_params: Number of accumulated leaves; 0 with `every=1`.
         total_param_elements: Total number of elements in these leaves.

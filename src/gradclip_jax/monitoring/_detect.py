@@ -18,6 +18,7 @@
 | `growth` | beside `loss`: the loss has not fallen since the start, or is sometimes negative |
 | `clip` | a factor of a clip is 0 or below STARVING in a streak |
 | `replica`, `window` | flags that `watch` has set in the row |
+| `state` | the state has gone back without a rewind; see `Monitor.read` |
 | `note` | beside `infinity`: it is the first overflow of a loss scale |
 """
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_count, check_flag, listed, shortened
+from .._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
 from .._errors import public, type_error, value_error
 from .._types import HostArray, Tree
 from ..norms._granularity import Granularity
@@ -21,7 +21,7 @@ from ..norms._mask import Mask
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
-from ._policy import DECISION, Policy, Report, agreed, check_same_log
+from ._policy import ACTIONS, DECISION, Policy, Report, agreed, check_same_log
 from ._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
 from ._summary import summary_of
 from ._watch import find_watch
@@ -231,7 +231,7 @@ class Monitor:
         lost = int(min(rows.step, default=step)) - step
         report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
         if self._user_policy is not None:
-            report = self._policy.replace(last, self._user_policy(report))
+            report = self._policy.replace(last, _checked_report(self._user_policy(report)))
         self.report = agreed(report)
         return self._policy.last is not last
 
@@ -361,6 +361,15 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
     monitor._remark = remark
     monitor.incidents = to_incidents(columns) or monitor._recent
     return monitor
+
+
+def _checked_report(report: Any) -> Report:
+    """Return the result of the function `policy`, or raise if it is not a report with an action."""
+    if not isinstance(report, Report):
+        hint = "Return `report._replace(action=...)`, or the report itself."
+        raise type_error("policy", "a function that returns a report", shortened(report), hint)
+    check_choice("policy", report.action, ACTIONS)
+    return report
 
 
 def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:

@@ -27,7 +27,7 @@ The policy then advises a second rewind before `lower`.
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -74,6 +74,9 @@ class Report(NamedTuple):
     rows: Rows = Rows.zeros(0, Names())
     lost_rows: int = 0
 
+
+ACTIONS: Final = ("continue", "save", "rewind", "lower", "stop")
+"""The values of `Report.action`."""
 
 DECISION = Report._fields[:8]
 """The fields of a report that are logged and are equal in all processes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
+from .._weighted_sum import Reduction
 from ..accumulation._split import check_parts
 from ..clipping._formula import Reaction, check_reaction, factor_of
 from ..norms._leaves import wide_dtype
@@ -52,8 +53,8 @@ def value_and_grad(
     has_weight: bool = False,
     param_labels: Labels | None = None,
     reaction: Reaction = "scale",
-    reduction: str = "mean",
-    nonfinite: str = "propagate",
+    reduction: Reduction = "mean",
+    nonfinite: Literal["propagate", "zero"] = "propagate",
     num_microbatches: int = 1,
     num_real_microbatches: Number | None = None,
     axis_name: AxisName = None,

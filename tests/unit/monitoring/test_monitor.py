@@ -316,6 +316,9 @@ def test_a_function_of_the_rows_replaces_the_policy_and_its_decision_is_logged_o
     assert keep_on.read(state).action == "continue"
     with pytest.raises(TypeError, match="^Monitor: `policy` must be a function"):
         gcx.Monitor(PARAMS, policy=3)
+    for policy in (lambda x: None, lambda x: x._replace(action="restart")):
+        with pytest.raises((TypeError, ValueError), match="read: `policy`"):
+            gcx.Monitor(PARAMS, policy=policy).read(state)
 
 
 def test_the_summary_says_in_ten_lines_what_a_run_was():
