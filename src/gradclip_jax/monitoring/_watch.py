@@ -37,7 +37,7 @@ from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, r
 from ..norms._reduce import reduce_axes, reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
-from ..wrappers._guard import Observe, check_guard_arguments
+from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
@@ -333,22 +333,22 @@ class WatchUpdate(InPlaceUpdate):
 
     @named("watch")
     def apply(
-        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, measure: Measure | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`, and measure updates before they are added to parameters."""
         update = self.inner.update
         if not isinstance(update, InPlaceUpdate):
             updates, state = self(grads, state, params, **extra_args)
-            observed = None if observe is None else observe(updates, params)
-            return apply_updates(params, updates), state, observed
+            measured = None if measure is None else measure(updates, params)
+            return apply_updates(params, updates), state, measured
         units = self._units(grads, state, params)
 
-        def measure(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
-            observed = None if observe is None else observe(updates, params)
-            return self._measure_step(units, updates, params), observed
+        def measure_step(updates: Tree, params: Tree) -> tuple[Tree, Tree]:
+            measured = None if measure is None else measure(updates, params)
+            return self._measure_step(units, updates, params), measured
 
-        new_params, inner_state, (step_sums, observed) = update.apply(
-            grads, state.inner_state, params, extra_args, measure
+        new_params, inner_state, (step_sums, measured) = update.apply(
+            grads, state.inner_state, params, extra_args, measure_step
         )
         if step_sums is not None:
             # If the inner transformation did not run, only the parameters are measured.
@@ -361,7 +361,7 @@ class WatchUpdate(InPlaceUpdate):
             leaves = units.leaves_of(new_params)
             step_sums = lax.cond(has_run, lambda _: step_sums, unchanged, leaves)
         new_state = self._record(units, step_sums, state, inner_state, extra_args)
-        return new_params, new_state, observed
+        return new_params, new_state, measured
 
     def _units(self, grads: Tree, state: Tree, params: Tree | None) -> Units:
         """Return the leaves that are measured, or raise if an argument of `update` is invalid."""

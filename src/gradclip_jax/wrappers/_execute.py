@@ -25,7 +25,7 @@ from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
 from ._extra_args import ExtraArgs
-from ._guard import Observe, params_of
+from ._guard import Measure, params_of
 from ._nesting import Wrappers
 from ._skips import Checked, PlacedGuard, Skips, flag_where, receive
 from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of
@@ -37,7 +37,7 @@ class Result(NamedTuple):
 
     Attributes:
         updates: The updates; None if they were added to the parameters.
-        measured: The measurements of `observe`, or None.
+        measured: The measurements of `measure`, or None.
         params: The new parameters; None if updates are returned.
         state: The next state.
     """
@@ -56,7 +56,7 @@ def execute(
     extra_args: ExtraArgs,
     *,
     in_place: bool = False,
-    observe: Observe | None = None,
+    measure: Measure | None = None,
 ) -> Result:
     """Execute one call; with `in_place`, add the updates to the parameters.
 
@@ -85,7 +85,7 @@ def execute(
             check_same_structure(grads, params_of(params))
     states, num_outer = state.outer_guards + state.inner_guards, len(wrappers.outer_guards)
     guards = list(map(PlacedGuard, itertools.count(), wrappers.all_guards, states))
-    call = Call(wrappers, state, guards[:num_outer], guards[num_outer:], grads, observe)
+    call = Call(wrappers, state, guards[:num_outer], guards[num_outer:], grads, measure)
     carry = Carry(params if in_place else None, state.inner_state)
     if wrappers.accumulation is not None:
         return _accumulate(call, params, carry, extra_args)

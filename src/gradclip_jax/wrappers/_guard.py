@@ -22,7 +22,7 @@ from ._state import CallOutcome, GuardState, has_flag
 Rejections: TypeAlias = dict[str, Scalar | bool]
 """Whether a guard rejects a step, for each cause, such as "nonfinite"."""
 
-Observe: TypeAlias = Callable[[Tree, Tree], Tree]
+Measure: TypeAlias = Callable[[Tree, Tree], Tree]
 """A function `(updates, params) -> measurements`, called before updates are added in place."""
 
 GradientCheck: TypeAlias = Callable[[Tree, Scalar, Tree, Tree, ExtraArgs], tuple[Rejections, Tree]]

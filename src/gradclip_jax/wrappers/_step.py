@@ -14,7 +14,7 @@ from .._errors import named, type_error, warn
 from .._run_if import compute_step, like_dtypes, run_step, select_step
 from .._types import Scalar, Tree
 from ._extra_args import ExtraArgs
-from ._guard import Observe
+from ._guard import Measure
 from ._nesting import Wrappers
 from ._skips import PlacedGuard, Skips, receive
 from ._state import WrapperState
@@ -29,7 +29,7 @@ class Call(NamedTuple):
         outer_guards: The guards around the accumulation.
         inner_guards: The guards inside the accumulation, or all guards without one.
         grads: The gradient as the caller passed it.
-        observe: Function that measures the updates before they are added to the parameters, or
+        measure: Function that measures the updates before they are added to the parameters, or
             None.
     """
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     outer_guards: list[PlacedGuard]
     inner_guards: list[PlacedGuard]
     grads: Tree
-    observe: Observe | None
+    measure: Measure | None
 
 
 class Carry(NamedTuple):
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
     Attributes:
         updates: The updates; None if they were added to the parameters.
-        measured: The measurements of `observe`, or None.
+        measured: The measurements of `measure`, or None.
         skips: Which guards skip the step.
         observed: See `Checked`; of the guards inside the accumulation.
         norm: See `Checked`; of the guards inside the accumulation.
@@ -90,7 +90,7 @@ def take_step(
         if in_place_params is None:
             updates = updates_for_caller(wrappers, updates, call.grads, *arguments)
             return (updates, None), Carry(None, inner_state)
-        measured = None if call.observe is None else call.observe(updates, in_place_params)
+        measured = None if call.measure is None else call.measure(updates, in_place_params)
         new_params = apply_updates(in_place_params, updates)
         return (updates if checks_step else None, measured), Carry(new_params, inner_state)
 

@@ -18,7 +18,7 @@ from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
 from ._execute import execute
 from ._extra_args import ExtraArgs
-from ._guard import Guard, Observe, check_guard_arguments
+from ._guard import Guard, Measure, check_guard_arguments
 from ._nesting import Wrappers
 from ._step import apply_updates
 
@@ -31,12 +31,12 @@ class InPlaceUpdate:
     """
 
     def apply(
-        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, measure: Measure | None
     ) -> tuple[Tree, Tree, Tree]:
         """Return the new parameters, the next state, and the measurements.
 
         The measurements are zeros if the inner transformation did not run, and None without
-        `observe`.
+        `measure`.
         """
         raise NotImplementedError
 
@@ -62,11 +62,11 @@ class WrapperUpdate(InPlaceUpdate):
         return result.updates, result.state
 
     def apply(
-        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, observe: Observe | None
+        self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, measure: Measure | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
         arguments = grads, state, params, extra_args
-        result = execute(self.wrappers, *arguments, in_place=True, observe=observe)
+        result = execute(self.wrappers, *arguments, in_place=True, measure=measure)
         return result.params, result.state, result.measured
 
 
