@@ -179,7 +179,6 @@ def _recorded(
 
     outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags | skips.union
     is_failure = has_flag(outcome, CallOutcome.SKIPPED | CallOutcome.EMPTY_WINDOW)
-    is_failure &= ~has_flag(outcome, CallOutcome.ACCUMULATED)
     streak = increment_where(call.state.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
     has_failed = call.state.guard_failed > 0
