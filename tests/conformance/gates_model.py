@@ -27,8 +27,8 @@ def scaled(tree, factor):
 
 
 def clipped(tree, limit):
-    """A clip by global norm, which makes every leaf NaN if the norm is not finite."""
-    return scaled(tree, limit / max(norm(tree), limit) if np.isfinite(norm(tree)) else np.nan)
+    """A clip by global norm, which makes every leaf NaN if the float32 norm is not finite."""
+    return scaled(tree, limit / max(norm(tree), limit) if norm(tree) <= OVERFLOW else np.nan)
 
 
 def zeros(tree):
@@ -172,7 +172,8 @@ class Accumulation:
 class Stack:
     """Guards, an accumulation or None, guards inside it, and the inner transformation.
 
-    At each check, the outermost guard that rejects counts the skip. `skips_in_a_row` counts calls
+    At each check, the outermost guard that rejects counts the skip. If it rejects a micro-batch and
+    the window that closes in the same call, it counts one skip. `skips_in_a_row` counts calls
     that neither applied a step nor accumulated a gradient. All guards have the same limit.
     `grad_norm` is the norm of the gradient that the outermost guard received.
     """
@@ -186,7 +187,7 @@ class Stack:
         self.has_updated = False if self.gates[1:] else inner.has_updated
 
     def update(self, grads, value=None, weight=1.0, flush=False):
-        acc, is_refused, updates, is_held = self.accumulation, False, None, False
+        acc, is_refused, updates, is_held, counted = self.accumulation, False, None, False, None
         is_ignored = acc is not None and weight == 0 and not is_finite(grads)
         for guard in self.outer:
             grads = guard.receive(grads)
@@ -194,7 +195,7 @@ class Stack:
             cause = guard.cause(grads, value, weight)
             if cause and not is_ignored:
                 guard.skip(cause)
-                is_refused = True
+                is_refused, counted = True, (guard, cause)
                 break
         if acc is None:
             extra = {"value": value, "weight": weight, "flush": flush}
@@ -203,7 +204,7 @@ class Stack:
             if not is_refused and not (flush and weight == 0):  # that is `flush`
                 acc.add(grads, value, weight)
             closes = acc.mini_step > 0 and (acc.is_complete or flush)
-            updates = self._close() if closes else None
+            updates = self._close(counted) if closes else None
             is_held = not closes and not is_refused
         if not is_refused and not is_ignored and (is_held or updates is not None):
             for guard in self.outer:
@@ -227,8 +228,8 @@ class Stack:
         self.has_updated = updates is not None
         return nothing if updates is None else updates
 
-    def _close(self):
-        """The update of the window, or None if the window is empty or dropped."""
+    def _close(self, counted=None):
+        """The update of the window, or None if it is empty or dropped; a skip that counts already."""
         acc, updates = self.accumulation, None
         grads, value = acc.window()
         acc.reset()
@@ -237,7 +238,8 @@ class Stack:
             return None
         for guard in self.outer:
             if cause := guard.cause_of_window(grads):
-                guard.skip(cause)
+                if (guard, cause) != counted:
+                    guard.skip(cause)
                 return None
         for guard in self.within:
             grads = guard.receive(grads)

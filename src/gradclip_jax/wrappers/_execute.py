@@ -25,7 +25,7 @@ from .._types import Array, Scalar, Tree
 from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
 from ._extra_args import ExtraArgs
-from ._guard import Measure, params_of
+from ._guard import Measure, has_any, params_of
 from ._nesting import Wrappers
 from ._skips import Checked, PlacedGuard, Skips, flag_where, receive
 from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of
@@ -174,21 +174,21 @@ def _recorded(
 
     def states(guards: Sequence[PlacedGuard], is_used: Scalar | bool) -> tuple[GuardState, ...]:
         return tuple(
-            guard.next_state(old, skips.flags[i], observed[i], is_used) for i, guard, old in guards
+            guard.next_state(old, skips.causes[i], observed[i], is_used) for i, guard, old in guards
         )
 
-    outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags | skips.union
+    outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags | skips.flags
     is_failure = has_flag(outcome, CallOutcome.SKIPPED | CallOutcome.EMPTY_WINDOW)
     streak = increment_where(call.state.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
-    has_failed = call.state.guard_failed > 0
+    has_failed = jnp.bool_(False)
     for i, guard, old in call.outer_guards + call.inner_guards:
-        has_failed |= guard.has_failed(old.rule_state, jnp.asarray(skips.flags[i] != 0))
+        has_failed |= guard.has_failed(old.rule_state, has_any(skips.causes[i]))
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return after._replace(
         consecutive_skips=streak,
-        guard_failed=has_failed.astype(jnp.int32),
+        guard_failed=call.state.guard_failed | has_failed.astype(jnp.int32),
         outer_guards=states(call.outer_guards, is_used),
         inner_guards=states(call.inner_guards, has_run),
         outcome=outcome,

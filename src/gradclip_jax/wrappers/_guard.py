@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -11,16 +12,19 @@ import optax
 from .._checks import check_count, check_transformation
 from .._errors import named, value_error
 from .._states import increment_where
-from .._types import Array, AxisName, Count, Scalar, Tree
+from .._types import AxisName, Count, Scalar, Tree
 from ..norms._leaves import inexact_leaves
 from ..norms._mask import Mask, check_mask, zero_excluded
 from ..norms._mesh import check_axis_name
 from ..norms._reduce import norm_of_leaves
 from ._extra_args import ExtraArgs, is_gradient
-from ._state import CallOutcome, GuardState, has_flag
+from ._state import GuardState
 
 Rejections: TypeAlias = dict[str, Scalar | bool]
 """Whether a guard rejects a step, for each cause, such as "nonfinite"."""
+
+Causes: TypeAlias = dict[str, Scalar]
+"""Whether a guard skips for each cause, bool[]."""
 
 Measure: TypeAlias = Callable[[Tree, Tree], Tree]
 """A function `(updates, params) -> measurements`, called before updates are added in place."""
@@ -91,22 +95,26 @@ class Guard(NamedTuple):
         return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
 
     def next_state(
-        self, state: GuardState, flags: Array | int, observed: Tree, is_used: Scalar | bool
+        self, state: GuardState, causes: Causes, observed: Tree, is_used: Scalar | bool
     ) -> GuardState:
         """Count a skip by its cause, and update the guard's own state.
 
-        `flags` says whether and why this guard skips, as in `Skips`. `is_used` is True if no guard
-        skips and the gradient was accumulated or applied.
+        `is_used` is True if no guard skips and the gradient was accumulated or applied.
         """
         counts = {
-            cause: increment_where(count, has_flag(flags, CallOutcome.of_cause(cause)))
+            cause: increment_where(count, causes.get(cause, False))
             for cause, count in state.skipped.items()
         }
-        is_skipped = jnp.asarray(flags != 0)
+        is_skipped = has_any(causes)
         with named(self.name):
             advanced = self.advance(state.rule_state, observed, is_skipped)
         rule_state = optax.tree.where(is_skipped | is_used, advanced, state.rule_state)
         return GuardState(counts, rule_state)
+
+
+def has_any(causes: Causes) -> Scalar:
+    """Return whether a guard skips."""
+    return functools.reduce(jnp.logical_or, causes.values(), jnp.bool_(False))
 
 
 def check_guard_arguments(

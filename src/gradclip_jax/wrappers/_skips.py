@@ -5,68 +5,72 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._errors import named
 from .._types import Array, Scalar, Tree
 from ._extra_args import ExtraArgs
-from ._guard import GradientCheck, Guard, Rejections
+from ._guard import Causes, GradientCheck, Guard, Rejections
 from ._state import CallOutcome, GuardState
-
-Flags: TypeAlias = Array | int
-"""An int32[] with flags of `CallOutcome`, or the integer 0 if no guard has made a check.
-
-The integer is known during tracing, so no branch is compiled for it.
-"""
 
 
 class Skips(NamedTuple):
     """Why each guard skips. Only the first guard that rejects a gradient or a step skips it.
 
     Attributes:
-        flags: For each guard, from the outermost to the innermost, `CallOutcome.SKIPPED` and the
-            causes; 0 if the guard does not skip.
+        causes: For each guard, from the outermost to the innermost, whether it skips for each
+            cause, such as "nonfinite"; empty if the guard has not checked anything.
     """
 
-    flags: tuple[Flags, ...]
+    causes: tuple[Causes, ...]
 
     @classmethod
     def none(cls, num_guards: int) -> Skips:
-        """Return the flags of guards that have not checked anything."""
-        return cls((0,) * num_guards)
-
-    @property
-    def union(self) -> Flags:
-        """The flags of all guards."""
-        return functools.reduce(operator.or_, self.flags, 0)
+        """Return the skips of guards that have not checked anything."""
+        return cls(({},) * num_guards)
 
     @property
     def is_accepted(self) -> Scalar | bool:
-        """Whether no guard skips; the Python bool True if no guard has checked anything."""
-        return self.union == 0
+        """Whether no guard skips.
+
+        If no guard has checked anything, this is the Python bool True, which is known during
+        tracing, so that no branch is compiled.
+        """
+        found = [x for causes in self.causes for x in causes.values()]
+        return ~functools.reduce(operator.or_, found) if found else True
+
+    @property
+    def flags(self) -> Array | int:
+        """The flags of `CallOutcome` for all guards, int32[]."""
+        found = [
+            flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), x)
+            for causes in self.causes
+            for cause, x in causes.items()
+        ]
+        return functools.reduce(operator.or_, found, 0)
 
     def rejected_by(self, guard: int, rejections: Rejections) -> Skips:
         """Add the rejections of the guard with this index, unless a guard has already skipped."""
-        flags = self.flags[guard]
         is_first = self.is_accepted
-        for cause, is_rejected in rejections.items():
-            is_cause = is_rejected if is_first is True else is_first & is_rejected
-            flags |= flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_cause)
-        return Skips((*self.flags[:guard], flags, *self.flags[guard + 1 :]))
+        added = {cause: jnp.asarray(x & is_first) for cause, x in rejections.items()}
+        causes = _union(self.causes[guard], added)
+        return Skips((*self.causes[:guard], causes, *self.causes[guard + 1 :]))
 
     def where(self, is_checked: Scalar) -> Skips:
         """Return the skips where `is_checked` is true, and no skips elsewhere."""
-        return Skips(tuple([jnp.where(is_checked, flags, 0) for flags in self.flags]))
-
-    def as_arrays(self) -> Skips:
-        """Return the flags as int32[] arrays, which can be the output of a branch."""
-        return Skips(tuple([jnp.asarray(flags, jnp.int32) for flags in self.flags]))
+        return jax.tree.map(lambda x: x & is_checked, self)
 
     def merged(self, others: Skips) -> Skips:
         """Return the union of the skips in two checks."""
-        return Skips(tuple(map(operator.or_, self.flags, others.flags)))
+        return Skips(tuple(map(_union, self.causes, others.causes)))
+
+
+def _union(a: Causes, b: Causes) -> Causes:
+    """Return whether a guard skips for each cause in one of two checks."""
+    return {**a, **b, **{cause: a[cause] | b[cause] for cause in a.keys() & b.keys()}}
 
 
 def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:

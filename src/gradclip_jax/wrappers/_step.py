@@ -103,7 +103,7 @@ def take_step(
     else:
         (updates, measured), carry = run_step(skips.is_accepted, run, carry, likely=True)
     updates = updates if carry.params is None else None
-    return Step(updates, measured, skips.as_arrays(), checked.observed, checked.norm), carry
+    return Step(updates, measured, skips, checked.observed, checked.norm), carry
 
 
 def _check_window(call: Call, grads: Tree, params: Tree, extra_args: ExtraArgs) -> Skips:

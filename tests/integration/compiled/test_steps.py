@@ -54,9 +54,10 @@ NOT_REACHED = {
         ("PPO", "autoclip"): {"bytes, N": 1.02, "launches": 1.34},
         ("PPO", "adagc"): {"launches": 1.07},
         ("PPO", 'skip_nonfinite(check="step")'): {"launches": 1.32},
-        ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.07},
-        ("PPO", "skip_spikes"): {"launches": 1.40},
-        ("PPO", "dynamic_loss_scale"): {"launches": 1.12},
+        # Of these launches many are flags of the outcome: integers, which cost next to nothing.
+        ("PPO", "skip_spikes(norm=10.0)"): {"launches": 1.08},
+        ("PPO", "skip_spikes"): {"launches": 1.41},
+        ("PPO", "dynamic_loss_scale"): {"launches": 1.15},
         # Of 32 more launches most are of scalars: weights and values of micro-batches, and counts.
         ("PPO", "microbatched_value_and_grad"): {"launches": 1.34},
         ("PPO", "watch(clip), the gradient"): {"bytes, N": 1.02, "launches": 1.51},
