@@ -79,7 +79,7 @@ def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
 
 
 class PlacedGuard(NamedTuple):
-    """A guard, its place in `Skips.flags`, and its state before the call."""
+    """A guard, its place in `Skips.causes`, and its state before the call."""
 
     place: int
     guard: Guard
