@@ -23,15 +23,20 @@ _CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(
 
 def check_clip_order(state: Tree) -> None:
     """Raise if a clip receives scaled gradients, and warn if it may receive them."""
-    if _first_order(state) == "before":
+    order = _first_order(state)
+    if order == "before":
         rule = "a state without a clip before the loss scale in the same chain"
         raise type_error("state", rule, "one with a clip of scaled gradients", _CLIP_INSIDE)
-    warn_of_clip_order(state)
+    _warn_of(order)
 
 
 def warn_of_clip_order(state: Tree) -> None:
     """Warn if a clip receives scaled gradients, or may receive them."""
-    order = _first_order(state)
+    _warn_of(_first_order(state))
+
+
+def _warn_of(order: Order) -> None:
+    """Warn if this order of a clip is wrong, or may be wrong."""
     if order == "before":
         warn(f"A clip receives scaled gradients. {_CLIP_INSIDE}")
     elif order == "unknown":

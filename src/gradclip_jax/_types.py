@@ -68,10 +68,4 @@ def as_pytree(cls: _Class) -> _Class:
     return cls
 
 
-def qualified_name(fun: Callable[..., Any]) -> str:
-    """Return the name of a function with the functions around it, such as `my_rule.update`."""
-    name = getattr(fun, "__qualname__", None) or type(fun).__qualname__
-    return name.replace(".<locals>", "")
-
-
 FLOAT32: Final = np.dtype("float32")  # `jnp.float32` is callable and looks like a function

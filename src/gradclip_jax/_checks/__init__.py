@@ -26,6 +26,7 @@ from ._options import (
     check_number,
     check_ord,
     check_positions,
+    check_rule_name,
     check_static,
     check_transformation,
     is_factory,

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,14 @@ def check_length(argument: str, value: Count, hint: str, *, low: int = 1) -> int
     """Check that a value is a static integer between `low` and 2^20, and return it."""
     check_static(argument, value)
     return check_count(argument, value, hint, low=low, high=2**20)
+
+
+def check_rule_name(name: object, fun: Callable[..., Any]) -> str:
+    """Return the name of a rule; by default that of its function, such as `my_rule.update`."""
+    if not isinstance(name, str):
+        raise type_error("name", "a string", shortened(name), "Pass the name of the rule.")
+    default = getattr(fun, "__qualname__", None) or type(fun).__qualname__
+    return name or default.replace(".<locals>", "")
 
 
 def check_positions(argument: str, value: object, hint: str) -> tuple[int, ...]:

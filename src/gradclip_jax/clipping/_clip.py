@@ -228,8 +228,11 @@ def _metrics(
     """
     is_finite = jnp.isfinite(total)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
-    summary = _summary_over_devices if any(mesh_axes) else _summary
-    bound, factor, fraction = summary(thresholds, factors, mesh_axes, is_finite)
+    if any(mesh_axes):
+        summary = _summary_over_devices(thresholds, factors, mesh_axes, is_finite)
+    else:
+        summary = _summary(thresholds, factors, is_finite)
+    bound, factor, fraction = summary
     metrics: Any = total, bound, factor, fraction
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
@@ -246,10 +249,8 @@ because XLA on GPU would compute the minimum in separate kernels if NaN replaced
 """
 
 
-def _summary(
-    thresholds: PerGroup, factors: PerGroup, mesh_axes: Sequence[MeshAxes], is_finite: Scalar
-) -> _Summary:
-    """Summarize norms that are equal on all devices; `mesh_axes` is not used."""
+def _summary(thresholds: PerGroup, factors: PerGroup, is_finite: Scalar) -> _Summary:
+    """Summarize norms that are equal on all devices."""
     bound = thresholds.min(UNBOUNDED)
     if factors.is_scalar:  # XLA on GPU then needs one kernel for the factor and the fraction
         factor = _nan_unless(factors.arrays[0], is_finite)

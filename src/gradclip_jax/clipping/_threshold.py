@@ -21,6 +21,7 @@ from .._checks import (
     check_dtype_kept,
     check_flag,
     check_number,
+    check_rule_name,
     check_values,
     describe,
     dtype_of,
@@ -29,7 +30,7 @@ from .._checks import (
 )
 from .._errors import public, type_error
 from .._states import increment_where, state_of_rule
-from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree, qualified_name
+from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup, split
 
 
@@ -80,13 +81,11 @@ class Rule:
     def __post_init__(self) -> None:
         for name in ("uses_params", "allow_negative", "counts_nonfinite"):
             check_flag(name, getattr(self, name))
-        if not isinstance(self.name, str):
-            raise type_error("name", "a string", shortened(self.name), "Pass the name of the rule.")
         if self.init is not None:
             check_callable("init", self.init, "Pass a function `zeros -> state`, or None.")
         hint = "Pass a function `(norm, state, param_norm) -> (threshold, state)`."
         check_callable("update", self.update, hint)
-        object.__setattr__(self, "name", self.name or qualified_name(self.update))
+        object.__setattr__(self, "name", check_rule_name(self.name, self.update))
 
 
 Threshold: TypeAlias = Number | Schedule | Rule

@@ -15,6 +15,7 @@ from .._checks import (
     call_user,
     check_callable,
     check_dtype_kept,
+    check_rule_name,
     describe,
     is_scalar,
     shapes_of,
@@ -23,7 +24,7 @@ from .._checks import (
 from .._errors import public, type_error
 from .._run_if import like_dtypes
 from .._states import state_of_rule
-from .._types import AxisName, Count, Scalar, Tree, as_pytree, qualified_name
+from .._types import AxisName, Count, Scalar, Tree, as_pytree
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
 from ..wrappers._extra_args import ExtraArgs
@@ -75,9 +76,7 @@ class SkipRule:
     def __post_init__(self) -> None:
         for name in ("init", "should_skip", "advance"):
             check_callable(name, getattr(self, name), "Pass a function; see `gcx.SkipRule`.")
-        if not isinstance(self.name, str):
-            raise type_error("name", "a string", shortened(self.name), "Pass the name of the rule.")
-        object.__setattr__(self, "name", self.name or qualified_name(self.should_skip))
+        object.__setattr__(self, "name", check_rule_name(self.name, self.should_skip))
 
 
 @public

@@ -388,11 +388,9 @@ class Detector:
 
     def _is_starving(self, rows: Rows) -> HostArray:
         """Return whether a clip factor has been 0 or almost 0 for too many steps."""
-        # If the step was not applied, there is no clip factor; a non-finite norm makes it NaN.
-        has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
         factor = rows.factors.min(axis=1, initial=1.0)
         is_small = np.column_stack([factor == 0, (factor > 0) & (factor < STARVING)])
-        known = has_factor[:, None]
+        known = rows.has_clip_factor[:, None]
         return np.any(self.small_factors.compare(is_small & known, ~is_small & known), axis=1)
 
     def _incidents(self, x: Findings) -> Iterator[Incident]:

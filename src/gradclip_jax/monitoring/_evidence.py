@@ -213,9 +213,7 @@ def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]
 
 def _is_starved(rows: Rows, starving: list[int]) -> HostArray:
     """Return the rows of these steps if the loss has not fallen since the clip began."""
-    # If the step was not applied, there is no clip factor; a non-finite norm makes it NaN.
-    has_factor = rows.has(Outcome.APPLIED) & np.isfinite(rows.norms[:, 0, 0])
-    is_large = has_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
+    is_large = rows.has_clip_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
     is_starved = np.isin(rows.step, starving)
     for t in np.flatnonzero(is_starved):
         onset = 1 + np.flatnonzero(is_large[:t]).max(initial=-1)

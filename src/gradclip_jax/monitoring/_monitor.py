@@ -308,10 +308,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         >>> print(*gcx.incidents(state, params))
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
-    which = options.pop("which", None)
-    if which is not None:
-        check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
-    row = find_watch(state, which).rows
+    row = find_watch(state, options.pop("which", None)).rows
     rows, names = read_stack(row, names_of(params, **options))
     return Detector(names).update(rows)
 

@@ -180,6 +180,11 @@ class Rows(NamedTuple):
         """Return bool[steps], whether any of the flags is set."""
         return self.outcome & int(flags) != 0
 
+    @property
+    def has_clip_factor(self) -> HostArray:
+        """Whether a row was applied with a finite norm, so that its clip factors have a meaning."""
+        return self.has(Outcome.APPLIED) & np.isfinite(self.norms[:, 0, 0])
+
     def take(self, index: Any) -> "Rows":
         """Return the rows that a slice, a mask or an array of indices selects."""
         return Rows(*(column[index] for column in self))

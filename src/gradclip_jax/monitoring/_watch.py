@@ -118,6 +118,9 @@ def last_row(state: Tree) -> Row:
 def find_watch(state: Tree, which: int | None = None) -> WatchState:
     """Return the state of `watch` in an optimizer state; `which` selects one of several."""
     check_optimizer_state(state)
+    hint = "Pass 0 for the outermost `watch`."
+    if which is not None:
+        check_count("which", which, hint, low=0)
     found = find_states(plain_arrays(state), WatchState)
     if not found or (which is None and len(found) > 1):
         places = [jax.tree_util.keystr(path) or "the state itself" for path, _ in found]
@@ -126,7 +129,7 @@ def find_watch(state: Tree, which: int | None = None) -> WatchState:
         raise type_error("state", rule, got, hint)
     if which is not None and which >= len(found):
         rule = f"the index of one of {len(found)} states of `watch`"
-        raise value_error("which", rule, which, "Pass 0 for the outermost `watch`.")
+        raise value_error("which", rule, which, hint)
     return found[which or 0][1]
 
 
