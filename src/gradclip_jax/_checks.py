@@ -251,7 +251,7 @@ def check_callable(argument: str, value: object, hint: str) -> None:
         raise type_error(argument, "a function", shortened(value), hint)
 
 
-def is_factory(value: object) -> bool:
+def is_factory(value: Any) -> bool:
     """Return whether a value is a public function of this package."""
     is_decorated = inspect.isfunction(value) and hasattr(value, "__wrapped__")
     return is_decorated and _is_of_this_package(value) and "<" not in value.__qualname__
