@@ -11,10 +11,12 @@ Without an accumulation, each call is a step. The inner transformation runs at m
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._checks import check_same_structure
@@ -152,8 +154,8 @@ def _check_micro_batch(call: Call, batch: MicroBatch, params: Tree) -> Checked:
     extra_args = batch.extra_args | {"weight": batch.weight}
     arguments = call.grads, params, extra_args, Skips({})
     checked = receive(call.outer_guards, *arguments, is_micro_batch=True)
-    skips = {key: is_skipped & batch.counts for key, is_skipped in checked.skips.causes.items()}
-    return checked._replace(skips=Skips(skips))
+    skips = jax.tree.map(functools.partial(jnp.logical_and, batch.counts), checked.skips)
+    return checked._replace(skips=skips)
 
 
 def _recorded(
