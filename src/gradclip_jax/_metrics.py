@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._checks import check_optimizer_state
-from ._clip_order import warn_of_clip_order
+from ._clip_order import check_clip_order
 from ._errors import public
 from ._states import own_states, plain_arrays
 from ._types import Array, Path, Tree
@@ -80,7 +80,7 @@ def collect_metrics(state: Tree) -> dict[str, Array]:
     for path, name, value in own_metrics(state):
         entries.setdefault(name, []).append((path, value))
     if "loss_scale" in entries:
-        warn_of_clip_order(state)
+        check_clip_order(state, raises=False)
     out: dict[str, Array] = {}
     for name, found in entries.items():
         out |= _outermost_norms(found) if name == "grad_norm" else _keyed_by_path(name, found)
