@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks._report import table
 from benchmarks.faults.logs import HERE, count, first_action, numbered_rows, read
-from gradclip_jax.monitoring import _detect, _evidence, _outliers
-from gradclip_jax.monitoring._detect import Detector
+from gradclip_jax.monitoring.host import _detect, _evidence, _outliers
+from gradclip_jax.monitoring.host._detect import Detector
 
 CONSTANTS = (
     *("WINDOW", "HISTORY", "PERIOD", "BLOCK", "UNLEARNED", "GAP", "WIDTH tree", "WIDTH other"),

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 import compat
 import gradclip_jax as gcx
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._policy import DECISION, Policy, agreed
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring.host._policy import DECISION, Policy, agreed
 
 DEVICES = 8  # of all processes together
 CALLS, BATCH, BAD_CALL = 6, 16, 2

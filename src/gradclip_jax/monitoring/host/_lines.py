@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
 from ._detect import Incident
 from ._policy import DECISION
-from ._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
 
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`, and their flags."""

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import Names, Outcome, Rows
 from ._outliers import (
     BLOCK,
     GAP,
@@ -48,7 +49,6 @@ from ._outliers import (
     Streaks,
     median,
 )
-from ._rows import Names, Outcome, Rows
 
 UNLEARNED = 5 * BLOCK
 """A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are

@@ -33,7 +33,7 @@ reads. `benchmarks/faults/constants.py` measures the effect of each constant.
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .._types import HostArray
+from ..._types import HostArray
 
 WINDOW = 128
 """Number of rows of a median. In a shorter window, a few outliers change the median."""

@@ -13,18 +13,18 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
-from .._errors import public, type_error, value_error
-from .._types import HostArray, Tree
-from ..norms._granularity import Granularity
-from ..norms._mask import Mask
+from ..._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
+from ..._errors import public, type_error, value_error
+from ..._types import HostArray, Tree
+from ...norms._granularity import Granularity
+from ...norms._mask import Mask
+from .._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
+from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
 from ._policy import ACTIONS, DECISION, Policy, Report, agreed, check_same_log
-from ._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
 from ._summary import summary_of
-from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
