@@ -44,12 +44,13 @@ class Outcome(enum.IntFlag):
     | `CLIPPED` | applied, and a clip factor is below 1 |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
-    | `ACCUMULATED` | an accumulation only added the micro-batch |
+    | `ACCUMULATED` | the window of an accumulation stays open |
     | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
     | `GUARD_FAILED` | a guard has failed |
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
-    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
+    A call that skips a micro-batch is `SKIPPED` and `ACCUMULATED` if other micro-batches wait in an
+    open window, and `SKIPPED` and `APPLIED` if it closes the window.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx

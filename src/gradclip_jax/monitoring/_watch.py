@@ -580,9 +580,11 @@ def _outcome(
     They describe the outcome of the call, the measured norms and the passed arguments.
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
-    has_window = bool(find_states(inner_state, AccumulationState))
+    windows = [window for _, window in find_states(inner_state, AccumulationState)]
+    for window in windows:  # a guard may have skipped a micro-batch of an open window
+        flags |= jnp.where(window.mini_step > 0, int(Outcome.ACCUMULATED), 0)
     # Without an accumulation, `weight` may be an argument of the inner transformation.
-    has_gradient = micro_batch_of(extra_args).passes_gradient if has_window else True
+    has_gradient = micro_batch_of(extra_args).passes_gradient if windows else True
     flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {

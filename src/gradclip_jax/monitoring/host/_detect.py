@@ -413,6 +413,8 @@ class Detector:
     def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
         """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
+        if Outcome.SKIPPED in flags:
+            flags &= ~Outcome.ACCUMULATED  # the window is open, but does not contain the micro-batch
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
