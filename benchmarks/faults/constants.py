@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks._report import table
 from benchmarks.faults.logs import HERE, count, first_action, numbered_rows, read
-from gradclip_jax.monitoring.host import _detect, _evidence, _outliers
+from gradclip_jax.monitoring.host import _detect, _evidence, _losses, _outliers
 from gradclip_jax.monitoring.host._detect import Detector
 
 CONSTANTS = (
@@ -40,7 +40,7 @@ def replace(constant, change):
     """Change a constant in the modules that use it, and return what undoes it and the value."""
     name, *entry = constant.split()
     undo, new = [], None
-    for module in (_outliers, _detect, _evidence):
+    for module in (_outliers, _losses, _detect, _evidence):
         if hasattr(module, name):
             old = getattr(module, name)
             undo.append((module, name, old))

@@ -182,6 +182,11 @@ class Rows(NamedTuple):
         return self.outcome & int(flags) != 0
 
     @property
+    def closes_window(self) -> HostArray:
+        """Whether a row is the last one of its window; True without an accumulation."""
+        return ~self.has(Outcome.ACCUMULATED)
+
+    @property
     def has_clip_factor(self) -> HostArray:
         """Whether a row was applied with a finite norm, so that its clip factors have a meaning."""
         return self.has(Outcome.APPLIED) & np.isfinite(self.norms[:, 0, 0])

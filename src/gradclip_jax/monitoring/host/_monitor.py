@@ -18,7 +18,7 @@ from ..._errors import public, type_error, value_error
 from ..._types import HostArray, Tree
 from ...norms._granularity import Granularity
 from ...norms._mask import Mask
-from .._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
+from .._rows import Columns, Line, Names, Row, Rows, names_of, read_stack
 from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
@@ -265,7 +265,7 @@ class Monitor:
 
     def _with_units(self, rows: Rows) -> HostArray:
         """Return a mask of the rows whose norms of leaves or layers are logged."""
-        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
+        closed = self.rows.step[self.rows.closes_window]
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         return np.isin(rows.step, [*closed[first], *near])

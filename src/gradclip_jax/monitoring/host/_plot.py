@@ -112,7 +112,7 @@ def _panels(rows: Rows, shown: HostArray) -> Iterator[_Panel]:
         if name == "gradient" and has_micro_batches(rows):
             title += " of micro-batches"
         if name == "update":
-            is_known &= ~rows.has(Outcome.ACCUMULATED)
+            is_known &= rows.closes_window
         if shown.size:
             is_known &= rows.has(Outcome.HAS_UNITS)
         if is_known.any():
