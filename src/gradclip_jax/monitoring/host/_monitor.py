@@ -34,7 +34,7 @@ _UNITS_EVERY = 50
 _AROUND = 8
 """Number of steps before and after an incident whose norms of leaves or layers are logged."""
 
-_KEPT = 1024
+_MAX_ROWS = 1024
 """Number of rows to keep for the policy, and to restart the detection after a rewind."""
 
 
@@ -130,7 +130,7 @@ class Monitor:
         in_order = (event for _, event in sorted(events.items()))
         self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
         self.incidents = to_incidents(columns)
-        self._start(rows.take(slice(-_KEPT, None)), names)
+        self._start(rows.take(slice(-_MAX_ROWS, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
         decision = self._policy.update(self.rows, self._recent, rows.end)
         self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
@@ -219,8 +219,8 @@ class Monitor:
         self._has_read |= len(rows.step) > 0
         incidents += self._detector.update(rows)
         self.incidents = [*self.incidents, *incidents]
-        self._recent = [*self._recent[-_KEPT:], *incidents]
-        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
+        self._recent = [*self._recent[-_MAX_ROWS:], *incidents]
+        self.rows = Rows.concatenate([self.rows.take(slice(-_MAX_ROWS, None)), rows])
         return rows, step, lines, incidents
 
     def _decide(

@@ -77,9 +77,9 @@ TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """Indices of the columns with the gradient norm of the tree, the update norm, the parameter norm,
 the logarithm of the loss, and the loss. Columns of units and taps follow."""
 
-_KEPT = HISTORY + WINDOW
-"""Number of rows to keep: the rows of a tail, and more than 3 * PERIOD earlier rows, for rows near
-an outlier and for an incomplete period."""
+BUFFER_SIZE = HISTORY + WINDOW
+"""Number of rows that `Outliers` keeps: the rows of a tail, and more than 3 * PERIOD earlier rows,
+for rows near an outlier and for an incomplete period."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
@@ -130,9 +130,9 @@ class Outliers:
         self.width, self.tail = np.full(size, WIDTH["other"]), np.full(size, TAIL["other"])
         self.width[TREE] = WIDTH["tree"]
         self.tail[TREE] = TAIL["other" if num_units else "tree"]
-        # The last _KEPT rows, and the rows of the last call.
-        self.values, self.excesses = np.full((2, _KEPT, size), np.nan, np.float32)
-        self.is_outlier, self.count = np.zeros((_KEPT, size), bool), 0
+        # The last BUFFER_SIZE rows, and the rows of the last call.
+        self.values, self.excesses = np.full((2, BUFFER_SIZE, size), np.nan, np.float32)
+        self.is_outlier, self.count = np.zeros((BUFFER_SIZE, size), bool), 0
 
     def compare(self, values: HostArray) -> HostArray:
         """Compare the next rows, float[rows, columns] with NaN for unknown values.
@@ -143,7 +143,7 @@ class Outliers:
         index = self.count + np.arange(len(values))
         starts = np.where(index < WINDOW, index, index - index % PERIOD)
         starts, self.period = np.unique(starts, return_inverse=True)
-        self.starts, self.ends = starts, starts - self.count + _KEPT
+        self.starts, self.ends = starts, starts - self.count + BUFFER_SIZE
         self.values = _append(self.values, values)
         self.levels = self._levels()
         excess = values - self.levels[self.period]
@@ -157,7 +157,7 @@ class Outliers:
             rows = np.flatnonzero(self.period == i)
             found = excess[np.ix_(rows, columns)] > self._bound(i, columns)
             is_outlier[np.ix_(rows, columns)] = found
-            self.is_outlier[_KEPT + rows] = is_outlier[rows]
+            self.is_outlier[BUFFER_SIZE + rows] = is_outlier[rows]
         self.count += len(values)
         return np.where(is_outlier, excess, 0)
 
@@ -277,8 +277,8 @@ class Streaks:
 
 
 def _append(old: HostArray, new: HostArray) -> HostArray:
-    """Append rows to the last _KEPT ones, as float32 because medians of float64 are slow."""
-    return np.concatenate([old[-_KEPT:], new.astype(old.dtype)])
+    """Append rows to the last BUFFER_SIZE ones, as float32 because medians of float64 are slow."""
+    return np.concatenate([old[-BUFFER_SIZE:], new.astype(old.dtype)])
 
 
 def _before(ends: HostArray, values: HostArray, count: int) -> HostArray:
