@@ -192,6 +192,13 @@ def test_a_loss_that_explodes_after_it_has_fallen_is_an_outlier_and_one_that_onl
     assert all("growth" in x.kinds for x in found if "loss" in x.kinds)
 
 
+def test_a_loss_that_rises_and_falls_all_the_time_is_reported_again_only_if_it_rises_further():
+    levels = [1.0, 1.6] * 20
+    found = Detector(Names()).update(lone_rows(np.repeat([*levels, 1.0, 2.1], 20)))
+    risen = [x.step // 20 for x in found if "risen" in x.kinds]
+    assert risen == [1, len(levels) + 1]
+
+
 def test_a_loss_whose_sign_changes_has_not_risen():
     rng = np.random.default_rng(0)
     loss = np.append(rng.normal(size=200), 5 + rng.normal(size=200))

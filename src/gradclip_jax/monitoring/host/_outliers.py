@@ -20,7 +20,8 @@ near an outlier,
 
 **Lasting rises.** A column has risen permanently if the lowest of its last BLOCK values is above a
 ratio times the highest of its best BLOCK values. The new values then replace the best values, so
-that each rise is reported once, and again if it continues.
+that each rise is reported once, and again if it continues. The n-th rise must exceed the n-th power
+of the ratio, because some losses rise and fall slowly all the time.
 
 **Streaks.** A condition that holds in consecutive rows is reported once its streak is long enough,
 and at least twice as long as all earlier streaks. A unit that often has no gradient, such as an
@@ -224,7 +225,8 @@ class LastingRises:
     """
 
     def __init__(self, log_ratios: HostArray):
-        self.log_ratios, self.best = log_ratios, np.full(len(log_ratios), np.inf)
+        self.log_ratios, self.bounds = log_ratios, log_ratios  # of the first and of the next rise
+        self.best = np.full(len(log_ratios), np.inf)
         self.values = np.full((2 * BLOCK - 1, len(log_ratios)), np.nan)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
@@ -245,9 +247,10 @@ class LastingRises:
         while start < len(values):  # the best values change after each rise
             earlier = np.vstack([self.best, highest[start:-BLOCK]])
             best[start:] = np.fmin.accumulate(earlier)[1:]
-            has_risen[start:] = lowest[start:] > best[start:] + self.log_ratios
+            has_risen[start:] = lowest[start:] > best[start:] + self.bounds
             stop = start + np.argmax(np.append(has_risen[start:-1].any(axis=1), True))
             self.best = np.where(has_risen[stop], highest[BLOCK + stop], best[stop])
+            self.bounds = self.bounds + np.where(has_risen[stop], self.log_ratios, 0)
             start = stop + 1
         return has_risen, lowest, best
 
