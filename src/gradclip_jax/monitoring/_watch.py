@@ -34,7 +34,7 @@ from ..norms._groups import NormGroups, num_slices
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
-from ..norms._reduce import reduce_axes, reduce_groups, squares
+from ..norms._reduce import reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
 from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
@@ -358,8 +358,9 @@ class WatchUpdate(InPlaceUpdate):
             has_run = has_flag(outcome_of(inner_state), Outcome.APPLIED)
             dtype = step_sums.dtype
 
-            def unchanged(leaves: list[Array]) -> Array:
-                return sums_of_params(units, leaves).astype(dtype)
+            def unchanged(params: list[Array]) -> Array:
+                zeros = [jnp.zeros_like(x) for x in params]
+                return sums_of_step(units, zeros, params).astype(dtype)
 
             leaves = units.leaves_of(new_params)
             step_sums = lax.cond(has_run, lambda _: step_sums, unchanged, leaves)
@@ -479,17 +480,6 @@ def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]
     return _sums_of_groups(units, terms, updates, params)
 
 
-def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
-    """Return the sums of squares of zero updates and of parameters, float[groups, 2]."""
-    dtype = norm_dtype(params)
-
-    def terms(p: Array, axes: tuple[int, ...]) -> Array:
-        total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
-        return jnp.stack([jnp.zeros_like(total), total], -1)
-
-    return _sums_of_groups(units, terms, params)
-
-
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
     """Return a table with two sums over the leaves of each norm group, float[groups, 2].
 
@@ -580,9 +570,11 @@ def _outcome(
     They describe the outcome of the call, the measured norms and the passed arguments.
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
-    has_window = bool(find_states(inner_state, AccumulationState))
+    windows = [window for _, window in find_states(inner_state, AccumulationState)]
+    for window in windows:  # a guard may have skipped a micro-batch of an open window
+        flags |= jnp.where(window.mini_step > 0, int(Outcome.ACCUMULATED), 0)
     # Without an accumulation, `weight` may be an argument of the inner transformation.
-    has_gradient = micro_batch_of(extra_args).passes_gradient if has_window else True
+    has_gradient = micro_batch_of(extra_args).passes_gradient if windows else True
     flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {
