@@ -90,9 +90,9 @@ def run_step(
     """
     typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
-        return typed_step(carry, *operands)
-    traced, (output, after) = trace(typed_step, carry, *operands)
-    bound = Partial(_call_with, traced, operands)
+        return typed_step(operands, carry)
+    traced, (output, after) = trace(typed_step, operands, carry)
+    bound = Partial(traced.func, *traced.args, operands)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
@@ -108,7 +108,7 @@ def compute_step(
 
     `select_step` can then be called with a predicate that depends on the result.
     """
-    traced, _ = trace(functools.partial(_typed_step, step), carry)
+    traced, _ = trace(functools.partial(_typed_step, step, ()), carry)
     return traced, jax.tree.map(lax.stop_gradient, traced(carry))
 
 
@@ -123,12 +123,8 @@ def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -
     return _run(_select, known, traced, jnp.asarray(predicate), start)
 
 
-def _call_with(step: Partial, operands: tuple[Tree, ...], carry: Tree) -> tuple[Tree, Tree]:
-    return step(carry, *operands)
-
-
 def _typed_step(
-    step: Callable[..., tuple[Tree, Tree]], carry: Tree, *operands: Tree
+    step: Callable[..., tuple[Tree, Tree]], operands: tuple[Tree, ...], carry: Tree
 ) -> tuple[Tree, Tree]:
     """Run a step that returns `(output, carry)`, and cast its carry to the input types."""
     output, new = step(carry, *operands)

@@ -24,7 +24,7 @@ from .._checks import (
 )
 from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
-from .._metrics import metrics
+from .._metrics import collect_metrics
 from .._run_if import like_dtypes
 from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
@@ -403,7 +403,7 @@ class WatchUpdate(InPlaceUpdate):
         norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
-        inner_metrics = metrics(inner_state)
+        inner_metrics = collect_metrics(inner_state)
         outcome = _outcome(inner_state, inner_metrics, extra_args, self.with_step)
         outcome |= jnp.where(differs, int(Outcome.REPLICA_DIFFERS), 0)
         loss, batch_id = loss_of(extra_args, self.axis_name), extra_args.get("batch_id")
@@ -440,7 +440,7 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     # Remove weak types, which would cause recompilation after the first step.
     inner_state = like_dtypes(inner_state, inner_state)
     names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
-    clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
+    clips = dict.fromkeys(_clip_factors(collect_metrics(inner_state)))
     num_norms, num_sums = 4 * (1 + len(names.units)), math.prod(SHAPE) * len(names.taps)
     size = FIRST_NORM + num_norms + num_sums + len(clips)
     values = jnp.zeros((history, size), jnp.int32)

@@ -11,10 +11,12 @@ Without an accumulation, each call is a step. The inner transformation runs at m
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._checks import check_same_structure
@@ -130,9 +132,9 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
     is_empty = closes & ~window.has_positive_weight
     # With `flush`, a guard may skip both the micro-batch and the window, but it counts one skip.
     skips = checked.skips.merged(step.skips)
-    norm, is_new = (
-        (checked.norm, batch.counts) if wrappers.outer_guards else (step.norm, takes_step)
-    )
+    norm, is_new = step.norm, takes_step
+    if wrappers.outer_guards:
+        norm, is_new = checked.norm, batch.counts
     if norm is not None and state.grad_norm is not None:
         norm = jnp.where(is_new, norm, state.grad_norm)
     after = state._replace(
@@ -150,10 +152,10 @@ def _accumulate(call: Call, params: Tree, carry: Carry, extra_args: ExtraArgs) -
 def _check_micro_batch(call: Call, batch: MicroBatch, params: Tree) -> Checked:
     """Check a micro-batch with the outer guards. They accept it if its weight is 0."""
     extra_args = batch.extra_args | {"weight": batch.weight}
-    checks = [guard.check_micro_batch for guard in call.wrappers.outer_guards]
-    skips = Skips.none(len(call.wrappers.all_guards))
-    checked = receive(call.outer_guards, checks, call.grads, params, extra_args, skips)
-    return checked._replace(skips=checked.skips.where(batch.counts))
+    arguments = call.grads, params, extra_args, Skips({})
+    checked = receive(call.outer_guards, *arguments, is_micro_batch=True)
+    skips = jax.tree.map(functools.partial(jnp.logical_and, batch.counts), checked.skips)
+    return checked._replace(skips=skips)
 
 
 def _recorded(
@@ -171,25 +173,25 @@ def _recorded(
     it was accumulated or applied. Inner guards advance if `has_run`: the inner transformation ran.
     `flags` contains other flags of the outcome.
     """
-
-    def states(guards: Sequence[PlacedGuard], is_used: Scalar | bool) -> tuple[GuardState, ...]:
-        return tuple(
-            guard.next_state(old, skips.causes[i], observed[i], is_used) for i, guard, old in guards
-        )
-
     outcome = jnp.where(has_run, outcome_of(after.inner_state), 0) | flags | skips.flags
     is_failure = has_flag(outcome, CallOutcome.SKIPPED | CallOutcome.EMPTY_WINDOW)
     streak = increment_where(call.state.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
+    states: list[GuardState] = []
     has_failed = jnp.bool_(False)
-    for i, guard, old in call.outer_guards + call.inner_guards:
-        has_failed |= guard.has_failed(old.rule_state, has_any(skips.causes[i]))
+    num_outer = len(call.outer_guards)
+    for place, guard, old in call.outer_guards + call.inner_guards:
+        causes = skips.of_guard(place)
+        advances = is_used if place < num_outer else has_run
+        states.append(guard.next_state(old, causes, observed[place], advances))
+        if guard.has_failed is not None:
+            has_failed |= guard.has_failed(old.rule_state, has_any(causes))
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return after._replace(
         consecutive_skips=streak,
         guard_failed=call.state.guard_failed | has_failed.astype(jnp.int32),
-        outer_guards=states(call.outer_guards, is_used),
-        inner_guards=states(call.inner_guards, has_run),
+        outer_guards=tuple(states[:num_outer]),
+        inner_guards=tuple(states[num_outer:]),
         outcome=outcome,
     )

@@ -51,13 +51,14 @@ class Guard(NamedTuple):
         check_window: Function that checks the gradient of each window in a guard around an
             accumulation, or None.
         init: Function `params -> rule_state` that returns the guard's own initial state.
-        advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
-            this guard skipped, or if the gradient was applied or accumulated.
-        unscale: Function `(grads, rule_state) -> grads` that is applied before the check.
+        advance: Function `(rule_state, observed, skipped) -> rule_state`, or None if the state does
+            not change. Its result is kept if this guard skipped, or if the gradient was applied or
+            accumulated.
+        unscale: Function `(grads, rule_state) -> grads` that is applied before the check, or None.
         check_step: Function `(updates, before, after, params) -> rejections` that checks a computed
             step and the inner states before and after it, or None.
         has_failed: Function `(rule_state, skipped) -> bool[]` that returns whether training cannot
-            recover from a skip.
+            recover from a skip, or None.
         trainable: Leaves that are checked; other leaves reach the inner transformation as zeros.
         axis_name: Mapped axes over which every leaf is sharded.
         max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set, or
@@ -70,10 +71,10 @@ class Guard(NamedTuple):
     check_micro_batch: GradientCheck
     check_window: GradientCheck | None = None
     init: Callable[[Tree], Tree] = lambda params: ()
-    advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
-    unscale: Callable[[Tree, Tree], Tree] = lambda grads, rule_state: grads
+    advance: Callable[[Tree, Tree, Scalar], Tree] | None = None
+    unscale: Callable[[Tree, Tree], Tree] | None = None
     check_step: Callable[..., Rejections] | None = None
-    has_failed: Callable[[Tree, Scalar], Scalar | bool] = lambda rule_state, skipped: False
+    has_failed: Callable[[Tree, Scalar], Scalar] | None = None
     trainable: Mask = None
     axis_name: AxisName = None
     max_consecutive_skips: Count | None = None
@@ -85,10 +86,11 @@ class Guard(NamedTuple):
 
         An extra argument `grad` that is a gradient is unscaled as well.
         """
-        if is_gradient(extra_args, grads):
-            extra_args = extra_args | {"grad": self.unscale(extra_args["grad"], rule_state)}
-        grads = zero_excluded(self.trainable, self.unscale(grads, rule_state), params_of(params))
-        return grads, extra_args
+        if self.unscale is not None:
+            if is_gradient(extra_args, grads):
+                extra_args = extra_args | {"grad": self.unscale(extra_args["grad"], rule_state)}
+            grads = self.unscale(grads, rule_state)
+        return zero_excluded(self.trainable, grads, params_of(params)), extra_args
 
     def norm(self, grads: Tree) -> Scalar:
         """Return the norm of a gradient on all devices."""
@@ -105,6 +107,8 @@ class Guard(NamedTuple):
             cause: increment_where(count, causes.get(cause, False))
             for cause, count in state.skipped.items()
         }
+        if self.advance is None:
+            return GuardState(counts, state.rule_state)
         is_skipped = has_any(causes)
         with named(self.name):
             advanced = self.advance(state.rule_state, observed, is_skipped)

@@ -23,23 +23,18 @@ class Wrappers(NamedTuple):
     """Guards and an accumulation that are directly around a transformation.
 
     Attributes:
+        name: The public function of the outermost guard or accumulation, for errors.
         inner: Transformation inside all guards and the accumulation.
         outer_guards: Guards around the accumulation, from the outermost to the innermost.
         accumulation: The accumulation, or None.
         inner_guards: Guards inside the accumulation; all guards if there is no accumulation.
     """
 
+    name: str
     inner: optax.GradientTransformationExtraArgs
     outer_guards: tuple[Guard, ...] = ()
     accumulation: Accumulation | None = None
     inner_guards: tuple[Guard, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The public function of the outermost guard or accumulation, for errors."""
-        return next(
-            x.name for x in (*self.outer_guards, self.accumulation, *self.inner_guards) if x
-        )
 
     @property
     def all_guards(self) -> tuple[Guard, ...]:
@@ -48,13 +43,14 @@ class Wrappers(NamedTuple):
 
     def with_outer(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
-        if isinstance(wrapper, Guard):
+        named_wrappers = self._replace(name=wrapper.name)
+        if not isinstance(wrapper, Guard):
             if self.accumulation is not None:
-                return self._replace(outer_guards=(wrapper, *self.outer_guards))
-            return self._replace(inner_guards=(wrapper, *self.inner_guards))
+                _raise_nested_accumulations()
+            return named_wrappers._replace(accumulation=wrapper)
         if self.accumulation is not None:
-            _raise_nested_accumulations()
-        return self._replace(accumulation=wrapper)
+            return named_wrappers._replace(outer_guards=(wrapper, *self.outer_guards))
+        return named_wrappers._replace(inner_guards=(wrapper, *self.inner_guards))
 
     def init(self, params: Tree) -> WrapperState:
         """Return the initial state."""
@@ -78,20 +74,16 @@ class Wrappers(NamedTuple):
     def check_state(self, state: Any) -> None:
         """Raise if a state does not belong to these wrappers."""
         check_state(state, WrapperState, "consecutive_skips")
-        hint = "Convert it with `gcx.convert_state(tx, state, params)`."
-        if (self.accumulation is None) != (state.accumulation is None):
-            got = (
-                "one with an accumulation" if state.accumulation else "one without an accumulation"
-            )
-            raise type_error("state", "the state of this transformation", got, hint)
-        for guards, states in (
-            (self.outer_guards, state.outer_guards),
-            (self.inner_guards, state.inner_guards),
+        states = state.outer_guards + state.inner_guards
+        found = [tuple(sorted(guard.skipped)) for guard in states]
+        expected = [tuple(sorted(guard.causes)) for guard in self.all_guards]
+        if (len(state.outer_guards), found) != (len(self.outer_guards), expected) or (
+            (state.accumulation is None) != (self.accumulation is None)
         ):
-            causes = [set(x.skipped) for x in states]
-            if causes != [set(guard.causes) for guard in guards]:
-                got = f"one of guards with the causes {causes}"
-                raise type_error("state", "the state of these guards", got, hint)
+            number = "no" if state.accumulation is None else "an"
+            got = f"one with {number} accumulation, and guards that count {found}"
+            hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+            raise type_error("state", "the state of this transformation", got, hint)
 
     def _check_nesting(self, guards: tuple[GuardState, ...], inner_state: Tree) -> None:
         """Raise if a guard is around a chain with an accumulation, or around a loss scale."""

@@ -77,8 +77,7 @@ def take_step(
     """Check a gradient, run the inner transformation, and check the computed step."""
     wrappers = call.wrappers
     skips = _check_window(call, grads, params, extra_args)
-    checks = [guard.check for guard in wrappers.inner_guards]
-    checked = receive(call.inner_guards, checks, grads, params, extra_args, skips)
+    checked = receive(call.inner_guards, grads, params, extra_args, skips, is_micro_batch=False)
     skips = checked.skips
     checks_step = any(guard.check_step for guard in wrappers.all_guards)
 
@@ -108,14 +107,14 @@ def take_step(
 
 def _check_window(call: Call, grads: Tree, params: Tree, extra_args: ExtraArgs) -> Skips:
     """Check the gradient of a window with the guards around the accumulation."""
-    skips = Skips.none(len(call.wrappers.all_guards))
-    for i, guard, state in call.outer_guards:
+    skips = Skips({})
+    for place, guard, state in call.outer_guards:
         if guard.check_window is not None:
             with named(guard.name):
                 norm, rule_state = guard.norm(grads), state.rule_state
                 # The second result is not needed: micro-batches update the state of this guard.
                 rejections, _ = guard.check_window(grads, norm, rule_state, params, extra_args)
-            skips = skips.rejected_by(i, rejections)
+            skips = skips.rejected_by(place, rejections)
     return skips
 
 
@@ -123,11 +122,11 @@ def _check_step(
     call: Call, updates: Tree, before: Tree, after: Tree, params: Tree, skips: Skips
 ) -> Skips:
     """Check a computed step and the inner states before and after it with all guards."""
-    for i, guard, _ in call.outer_guards + call.inner_guards:
+    for place, guard, _ in call.outer_guards + call.inner_guards:
         if guard.check_step is not None:
             with named(guard.name):
                 rejections = guard.check_step(updates, before, after, params)
-            skips = skips.rejected_by(i, rejections)
+            skips = skips.rejected_by(place, rejections)
     return skips
 
 
@@ -182,7 +181,7 @@ def updates_for_caller(
 
 def _dtypes(tree: Tree) -> list[jnp.dtype]:
     """Return the dtypes of the leaves of a tree."""
-    return [dtype_of(x) for x in jax.tree.leaves(tree)]
+    return list(map(dtype_of, jax.tree.leaves(tree)))
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -80,7 +80,7 @@ def wrap(
     if isinstance(inner.update, WrapperUpdate):
         wrappers = inner.update.wrappers
     else:
-        wrappers = Wrappers(optax.with_extra_args_support(inner))
+        wrappers = Wrappers(wrapper.name, optax.with_extra_args_support(inner))
     wrappers = wrappers.with_outer(wrapper)
     init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
