@@ -152,7 +152,7 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
         ("nonfinite",),
         check_gradient,
         check_micro_batch=check_micro_batch,
-        check_window=check_gradient if check == "gradient" else None,
+        checks_window=check == "gradient",
         check_step=check_step if check == "step" else None,
         trainable=trainable,
         axis_name=axis_name,

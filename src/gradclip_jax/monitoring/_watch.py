@@ -36,10 +36,10 @@ from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
 from ..norms._reduce import reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
+from ..wrappers._execute import apply_updates
 from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
-from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
 from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
@@ -574,7 +574,7 @@ def _outcome(
     for window in windows:  # a guard may have skipped a micro-batch of an open window
         flags |= jnp.where(window.mini_step > 0, int(Outcome.ACCUMULATED), 0)
     # Without an accumulation, `weight` may be an argument of the inner transformation.
-    has_gradient = micro_batch_of(extra_args).passes_gradient if windows else True
+    has_gradient = micro_batch_of(extra_args).has_gradient if windows else True
     flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {

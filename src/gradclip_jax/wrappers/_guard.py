@@ -23,9 +23,6 @@ from ._state import GuardState
 Rejections: TypeAlias = dict[str, Scalar | bool]
 """Whether a guard rejects a step, for each cause, such as "nonfinite"."""
 
-Causes: TypeAlias = dict[str, Scalar]
-"""Whether a guard skips for each cause, bool[]."""
-
 Measure: TypeAlias = Callable[[Tree, Tree], Tree]
 """A function `(updates, params) -> measurements`, called before updates are added in place."""
 
@@ -46,10 +43,9 @@ class Guard(NamedTuple):
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
         check: Function that checks the gradient of a step.
-        check_micro_batch: Function that replaces `check` in a guard around an accumulation. It
-            checks each micro-batch.
-        check_window: Function that checks the gradient of each window in a guard around an
-            accumulation, or None.
+        check_micro_batch: Function that replaces `check` for the micro-batches of an accumulation
+            inside this guard, or None.
+        checks_window: Whether `check` also checks the gradient of each window of this accumulation.
         init: Function `params -> rule_state` that returns the guard's own initial state.
         advance: Function `(rule_state, observed, skipped) -> rule_state`, or None if the state does
             not change. Its result is kept if this guard skipped, or if the gradient was applied or
@@ -68,8 +64,8 @@ class Guard(NamedTuple):
     name: str
     causes: tuple[str, ...]
     check: GradientCheck
-    check_micro_batch: GradientCheck
-    check_window: GradientCheck | None = None
+    check_micro_batch: GradientCheck | None = None
+    checks_window: bool = False
     init: Callable[[Tree], Tree] = lambda params: ()
     advance: Callable[[Tree, Tree, Scalar], Tree] | None = None
     unscale: Callable[[Tree, Tree], Tree] | None = None
@@ -79,7 +75,7 @@ class Guard(NamedTuple):
     axis_name: AxisName = None
     max_consecutive_skips: Count | None = None
 
-    def receive(
+    def prepare(
         self, grads: Tree, extra_args: ExtraArgs, rule_state: Tree, params: Tree
     ) -> tuple[Tree, ExtraArgs]:
         """Unscale a gradient, and set the leaves that are not trainable to zero.
@@ -97,7 +93,11 @@ class Guard(NamedTuple):
         return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
 
     def next_state(
-        self, state: GuardState, causes: Causes, observed: Tree, is_used: Scalar | bool
+        self,
+        state: GuardState,
+        causes: dict[str, Scalar],
+        observed: Tree,
+        is_used: Scalar | bool,
     ) -> GuardState:
         """Count a skip by its cause, and update the guard's own state.
 
@@ -116,7 +116,7 @@ class Guard(NamedTuple):
         return GuardState(counts, rule_state)
 
 
-def has_any(causes: Causes) -> Scalar:
+def has_any(causes: dict[str, Scalar]) -> Scalar:
     """Return whether a guard skips."""
     return functools.reduce(jnp.logical_or, causes.values(), jnp.bool_(False))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -16,6 +17,7 @@ from .._states import find_states
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._guard import Guard, params_of
+from ._skips import PlacedGuard
 from ._state import GuardState, WrapperState
 
 
@@ -51,6 +53,13 @@ class Wrappers(NamedTuple):
         if self.accumulation is not None:
             return named_wrappers._replace(outer_guards=(wrapper, *self.outer_guards))
         return named_wrappers._replace(inner_guards=(wrapper, *self.inner_guards))
+
+    def placed_guards(self, state: WrapperState) -> tuple[list[PlacedGuard], list[PlacedGuard]]:
+        """Return the outer and the inner guards with their places and their states."""
+        states = state.outer_guards + state.inner_guards
+        guards = list(map(PlacedGuard, itertools.count(), self.all_guards, states))
+        num_outer = len(self.outer_guards)
+        return guards[:num_outer], guards[num_outer:]
 
     def init(self, params: Tree) -> WrapperState:
         """Return the initial state."""

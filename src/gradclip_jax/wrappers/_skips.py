@@ -1,4 +1,4 @@
-"""Check gradients with guards, and record which guards skip them."""
+"""Check gradients and steps with guards, and record which guards skip them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._errors import named
 from .._types import Array, Scalar, Tree
 from ._extra_args import ExtraArgs
-from ._guard import Causes, Guard, Rejections
+from ._guard import Guard, Rejections
 from ._state import CallOutcome, GuardState
 
 
@@ -43,7 +43,7 @@ class Skips(NamedTuple):
             flags |= flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_skipped)
         return flags
 
-    def of_guard(self, place: int) -> Causes:
+    def of_guard(self, place: int) -> dict[str, Scalar]:
         """Return whether the guard at a place skips for each cause."""
         return {cause: x for (guard, cause), x in self.causes.items() if guard == place}
 
@@ -52,6 +52,10 @@ class Skips(NamedTuple):
         is_first = self.is_accepted
         added = {(place, cause): jnp.asarray(x & is_first) for cause, x in rejections.items()}
         return self.merged(Skips(added))
+
+    def only_if(self, is_checked: Scalar) -> Skips:
+        """Return these skips if `is_checked` is true, otherwise no skips."""
+        return Skips({key: x & is_checked for key, x in self.causes.items()})
 
     def merged(self, others: Skips) -> Skips:
         """Return the union of the skips in two checks."""
@@ -75,42 +79,76 @@ class PlacedGuard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A gradient that guards have received and checked.
+    """A gradient that guards have prepared and checked.
 
     Attributes:
         grads: The gradient, unscaled and masked.
         extra_args: The extra arguments, in which a gradient `grad` is unscaled as well.
         skips: Which guards skip the gradient.
-        observed: Second result of the check of each of these guards; see `Guard.advance`.
+        observed: Second result of the check of each guard by its place; see `Guard.advance`.
         norm: Norm of the gradient that the first of these guards checked; None without guards.
     """
 
     grads: Tree
     extra_args: ExtraArgs
     skips: Skips
-    observed: list[Tree]
+    observed: dict[int, Tree]
     norm: Scalar | None
 
 
-def receive(
+def check_gradient(
     guards: Sequence[PlacedGuard],
     grads: Tree,
     params: Tree,
     extra_args: ExtraArgs,
     skips: Skips,
     *,
-    is_micro_batch: bool,
+    is_micro_batch: bool = False,
 ) -> Checked:
-    """Unscale, mask and check a gradient with each of the guards."""
-    observed: list[Tree] = []
+    """Prepare and check a gradient with each of the guards."""
+    observed: dict[int, Tree] = {}
     norms: list[Scalar] = []
     for place, guard, state in guards:
-        check = guard.check_micro_batch if is_micro_batch else guard.check
+        check = (is_micro_batch and guard.check_micro_batch) or guard.check
         with named(guard.name):
-            grads, extra_args = guard.receive(grads, extra_args, state.rule_state, params)
+            grads, extra_args = guard.prepare(grads, extra_args, state.rule_state, params)
             norms.append(guard.norm(grads))
-            rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
+            given = grads, norms[-1], state.rule_state, params, extra_args
+            rejections, observed[place] = check(*given)
         skips = skips.rejected_by(place, rejections)
-        observed.append(seen)
     norm = norms[0].astype(jnp.float32) if norms else None
     return Checked(grads, extra_args, skips, observed, norm)
+
+
+def check_window(
+    guards: Sequence[PlacedGuard], grads: Tree, params: Tree, extra_args: ExtraArgs
+) -> Skips:
+    """Check the gradient of a window with the guards around the accumulation.
+
+    Micro-batches, and not windows, update the states of these guards.
+    """
+    skips = Skips({})
+    for place, guard, state in guards:
+        if guard.checks_window:
+            with named(guard.name):
+                given = grads, guard.norm(grads), state.rule_state, params, extra_args
+                rejections, _ = guard.check(*given)
+            skips = skips.rejected_by(place, rejections)
+    return skips
+
+
+def check_step(
+    guards: Sequence[PlacedGuard],
+    updates: Tree,
+    before: Tree,
+    after: Tree,
+    params: Tree,
+    skips: Skips,
+) -> Skips:
+    """Check a computed step and the inner states before and after it."""
+    for place, guard, _ in guards:
+        if guard.check_step is not None:
+            with named(guard.name):
+                rejections = guard.check_step(updates, before, after, params)
+            skips = skips.rejected_by(place, rejections)
+    return skips
