@@ -26,8 +26,8 @@ import optax
 
 import gradclip_jax as gcx
 from benchmarks.faults._models import MODELS
-from gradclip_jax.monitoring._detect import Detector
 from gradclip_jax.monitoring._rows import Outcome, names_of, read_stack
+from gradclip_jax.monitoring.host._detect import Detector
 
 WARM_UP, AT, STEPS = 400, 5, 80
 

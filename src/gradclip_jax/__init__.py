@@ -62,6 +62,6 @@ from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .guarding._loss_scale import scale_loss as scale_loss
 
 from .monitoring._watch import last_row as last_row, watch as watch
-from .monitoring._monitor import Monitor as Monitor, incidents as incidents
+from .monitoring.host._monitor import Monitor as Monitor, incidents as incidents
 
 from .conversion._convert_state import convert_state as convert_state

@@ -71,8 +71,13 @@ def metrics(state: Tree) -> dict[str, Array]:
         5.0
     """
     check_optimizer_state(state)
+    return collect_metrics(plain_arrays(state))
+
+
+def collect_metrics(state: Tree) -> dict[str, Array]:
+    """Implement `metrics` for an optimizer state whose leaves are arrays."""
     entries: dict[str, list[tuple[Path, Array]]] = {}
-    for path, name, value in own_metrics(plain_arrays(state)):
+    for path, name, value in own_metrics(state):
         entries.setdefault(name, []).append((path, value))
     if "loss_scale" in entries:
         check_clip_order(state, raises=False)

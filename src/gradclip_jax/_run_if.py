@@ -27,7 +27,7 @@ For a guard of PPO on an H100, cond would take 27 % more time than select, and a
 
 import functools
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from ._checks import is_float0, is_traced
 from ._devices import broadcast_scalar
 from ._types import Array, Tree
 from .norms._mesh import check_equal_on_devices, reshard_like, varying_axes, zeros_of_type
+
+_Checked = TypeVar("_Checked")
 
 Flag: TypeAlias = Array | bool
 """A bool[] array, or a Python bool, which is known at trace time and needs no branch."""
@@ -90,9 +92,9 @@ def run_step(
     """
     typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
-        return typed_step(carry, *operands)
-    traced, (output, after) = trace(typed_step, carry, *operands)
-    bound = Partial(_call_with, traced, operands)
+        return typed_step(operands, carry)
+    traced, (output, after) = trace(typed_step, operands, carry)
+    bound = Partial(traced.func, *traced.args, operands)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
@@ -101,34 +103,28 @@ def run_step(
     return _run(_loop_or_select if likely else _by_size, bound, bound, predicate, start)
 
 
-def compute_step(
-    step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree
-) -> tuple[Partial, tuple[Tree, Tree]]:
-    """Return the traced step and the result of `step(carry)` with its gradient stopped.
+def run_checked_step(
+    check: Callable[[Tree, Tree], tuple[Flag, _Checked]],
+    step: Callable[[Tree], tuple[Tree, Tree]],
+    carry: Tree,
+) -> tuple[_Checked, tuple[Tree, Tree]]:
+    """Compute a step, and keep its result if `check(output, carry)` accepts it.
 
-    `select_step` can then be called with a predicate that depends on the result.
+    Return the second result of `check`, and the output and the carry of the step; zeros and the old
+    carry if the first result of `check` is false. Derivatives evaluate the step again in a
+    `lax.cond`, because the derivative of a selection is NaN if the derivative of the skipped step
+    is infinite.
     """
-    traced, _ = trace(functools.partial(_typed_step, step), carry)
-    return traced, jax.tree.map(lax.stop_gradient, traced(carry))
-
-
-def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -> tuple[Tree, Tree]:
-    """Return the results of `compute_step` if the predicate is true, else zeros and the carry.
-
-    Derivatives evaluate the step again in a `lax.cond`, because the derivative of a selection is
-    NaN if the derivative of the skipped step is infinite.
-    """
+    traced, _ = trace(functools.partial(_typed_step, step, ()), carry)
+    computed = jax.tree.map(lax.stop_gradient, traced(carry))
+    is_accepted, checked = check(*computed)
     start = jax.tree.map(zeros_of_type, computed[0]), carry
     known = Partial(lambda computed, carry: computed, computed)
-    return _run(_select, known, traced, jnp.asarray(predicate), start)
-
-
-def _call_with(step: Partial, operands: tuple[Tree, ...], carry: Tree) -> tuple[Tree, Tree]:
-    return step(carry, *operands)
+    return checked, _run(_select, known, traced, jnp.asarray(is_accepted), start)
 
 
 def _typed_step(
-    step: Callable[..., tuple[Tree, Tree]], carry: Tree, *operands: Tree
+    step: Callable[..., tuple[Tree, Tree]], operands: tuple[Tree, ...], carry: Tree
 ) -> tuple[Tree, Tree]:
     """Run a step that returns `(output, carry)`, and cast its carry to the input types."""
     output, new = step(carry, *operands)

@@ -120,15 +120,20 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
     def check_micro_batch(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        leaves, is_accepted = inexact_leaves(grads), finite_scalars(extra_args, axis_name)
-        if check == "gradient":
-            # A finite norm shows that all leaves are finite, except for narrow dtypes.
-            wide = [float(jnp.finfo(x.dtype).max) for x in leaves if not is_narrow(x)]
-            is_accepted &= norm <= math.sqrt(min(wide, default=UNBOUNDED))
-            leaves = [x for x in leaves if is_narrow(x)]
-        if leaves:
-            is_accepted &= all_finite(leaves, axis_name)
-        return {"nonfinite": ~is_accepted}, ()
+        leaves, scalars = (
+            inexact_leaves(grads),
+            (loss_of(extra_args, axis_name), extra_args.get("weight")),
+        )
+        checked = [x for x in scalars if is_scalar(x, jnp.inexact)]
+        if check == "step":
+            return {"nonfinite": ~all_finite([*checked, *leaves], axis_name)}, ()
+        # A finite norm shows that all leaves are finite, except for narrow dtypes.
+        checked += filter(is_narrow, leaves)
+        wide = [float(jnp.finfo(x.dtype).max) for x in leaves if not is_narrow(x)]
+        is_finite = all_finite(checked, axis_name) & (
+            norm <= math.sqrt(min(wide, default=UNBOUNDED))
+        )
+        return {"nonfinite": ~is_finite}, ()
 
     def check_gradient(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
@@ -147,7 +152,7 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
         ("nonfinite",),
         check_gradient,
         check_micro_batch=check_micro_batch,
-        check_window=check_gradient if check == "gradient" else None,
+        checks_window=check == "gradient",
         check_step=check_step if check == "step" else None,
         trainable=trainable,
         axis_name=axis_name,
@@ -229,12 +234,6 @@ def _without_measurements(state: Tree) -> Tree:
         return _without_measurements(getattr(node, "inner_state", ()))
 
     return jax.tree.map(without, state, is_leaf=is_own_state)
-
-
-def finite_scalars(extra_args: ExtraArgs, axis_name: AxisName) -> Scalar:
-    """Return whether the loss and the weight of a micro-batch are finite, if they are given."""
-    scalars = loss_of(extra_args, axis_name), extra_args.get("weight")
-    return all_finite([x for x in scalars if is_scalar(x, jnp.inexact)], axis_name)
 
 
 def is_nonfinite(x: Array) -> Array:

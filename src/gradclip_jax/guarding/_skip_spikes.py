@@ -135,7 +135,6 @@ def skip_spikes(
         "skip_spikes",
         causes=("nonfinite", *(f"large_{key}" for key in rules)),
         check=check,
-        check_micro_batch=check,
         init=init,
         advance=lambda state, observed, skipped: observed,
         trainable=trainable,

@@ -44,12 +44,13 @@ class Outcome(enum.IntFlag):
     | `CLIPPED` | applied, and a clip factor is below 1 |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
-    | `ACCUMULATED` | an accumulation only added the micro-batch |
+    | `ACCUMULATED` | the window of an accumulation stays open |
     | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
     | `GUARD_FAILED` | a guard has failed |
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
-    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
+    A call that skips a micro-batch is `SKIPPED` and `ACCUMULATED` if other micro-batches wait in an
+    open window, and `SKIPPED` and `APPLIED` if it closes the window.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -179,6 +180,11 @@ class Rows(NamedTuple):
     def has(self, flags: int) -> HostArray:
         """Return bool[steps], whether any of the flags is set."""
         return self.outcome & int(flags) != 0
+
+    @property
+    def closes_window(self) -> HostArray:
+        """Whether a row is the last one of its window; True without an accumulation."""
+        return ~self.has(Outcome.ACCUMULATED)
 
     @property
     def has_clip_factor(self) -> HostArray:

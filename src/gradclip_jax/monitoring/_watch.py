@@ -24,7 +24,7 @@ from .._checks import (
 )
 from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
-from .._metrics import metrics
+from .._metrics import collect_metrics
 from .._run_if import like_dtypes
 from .._states import find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
@@ -34,12 +34,12 @@ from ..norms._groups import NormGroups, num_slices
 from ..norms._leaves import checked_leaves, leaves_at, norm_dtype, wide_dtype
 from ..norms._mask import Mask, included_places, mask_leaves
 from ..norms._mesh import axis_index, axis_names, check_axis_name, replicated, reshard_like
-from ..norms._reduce import reduce_axes, reduce_groups, squares
+from ..norms._reduce import reduce_groups, squares
 from ..wrappers._accumulation import AccumulationState, micro_batch_of
+from ..wrappers._execute import apply_updates
 from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
-from ..wrappers._step import apply_updates
 from ..wrappers._update import InPlaceUpdate
 from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
 from ._taps import SHAPE, read_sums, tap_names
@@ -358,8 +358,9 @@ class WatchUpdate(InPlaceUpdate):
             has_run = has_flag(outcome_of(inner_state), Outcome.APPLIED)
             dtype = step_sums.dtype
 
-            def unchanged(leaves: list[Array]) -> Array:
-                return sums_of_params(units, leaves).astype(dtype)
+            def unchanged(params: list[Array]) -> Array:
+                zeros = [jnp.zeros_like(x) for x in params]
+                return sums_of_step(units, zeros, params).astype(dtype)
 
             leaves = units.leaves_of(new_params)
             step_sums = lax.cond(has_run, lambda _: step_sums, unchanged, leaves)
@@ -403,7 +404,7 @@ class WatchUpdate(InPlaceUpdate):
         norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
-        inner_metrics = metrics(inner_state)
+        inner_metrics = collect_metrics(inner_state)
         outcome = _outcome(inner_state, inner_metrics, extra_args, self.with_step)
         outcome |= jnp.where(differs, int(Outcome.REPLICA_DIFFERS), 0)
         loss, batch_id = loss_of(extra_args, self.axis_name), extra_args.get("batch_id")
@@ -440,7 +441,7 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     # Remove weak types, which would cause recompilation after the first step.
     inner_state = like_dtypes(inner_state, inner_state)
     names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
-    clips = dict.fromkeys(_clip_factors(metrics(inner_state)))
+    clips = dict.fromkeys(_clip_factors(collect_metrics(inner_state)))
     num_norms, num_sums = 4 * (1 + len(names.units)), math.prod(SHAPE) * len(names.taps)
     size = FIRST_NORM + num_norms + num_sums + len(clips)
     values = jnp.zeros((history, size), jnp.int32)
@@ -477,17 +478,6 @@ def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]
         return _two_sums(axes, squares(new - old, dtype), squares(old, dtype))
 
     return _sums_of_groups(units, terms, updates, params)
-
-
-def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
-    """Return the sums of squares of zero updates and of parameters, float[groups, 2]."""
-    dtype = norm_dtype(params)
-
-    def terms(p: Array, axes: tuple[int, ...]) -> Array:
-        total = replicated(reduce_axes(jnp.sum, squares(p, dtype), axes)).reshape(-1)
-        return jnp.stack([jnp.zeros_like(total), total], -1)
-
-    return _sums_of_groups(units, terms, params)
 
 
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
@@ -580,9 +570,11 @@ def _outcome(
     They describe the outcome of the call, the measured norms and the passed arguments.
     """
     flags = outcome_of(inner_state) | int(Outcome.HAS_UNITS)
-    has_window = bool(find_states(inner_state, AccumulationState))
+    windows = [window for _, window in find_states(inner_state, AccumulationState)]
+    for window in windows:  # a guard may have skipped a micro-batch of an open window
+        flags |= jnp.where(window.mini_step > 0, int(Outcome.ACCUMULATED), 0)
     # Without an accumulation, `weight` may be an argument of the inner transformation.
-    has_gradient = micro_batch_of(extra_args).passes_gradient if has_window else True
+    has_gradient = micro_batch_of(extra_args).has_gradient if windows else True
     flags |= jnp.where(has_gradient, int(Outcome.HAS_GRADIENT), 0)
     flags |= jnp.where(inner_metrics.get("guard_failed", 0) > 0, int(Outcome.GUARD_FAILED), 0)
     known = {

@@ -93,7 +93,7 @@ def is_inexact(leaf: object) -> bool:
 
 def inexact_leaves(tree: Tree) -> list[Array]:
     """Return the inexact leaves of a tree as arrays."""
-    return list(map(jnp.asarray, inexact_leaves_or_placeholders(tree)))
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
 def inexact_leaves_or_placeholders(tree: Tree) -> list[Any]:

@@ -91,12 +91,12 @@ class MicroBatch(NamedTuple):
     extra_args: ExtraArgs
 
     @property
-    def passes_gradient(self) -> Scalar:
+    def has_gradient(self) -> Scalar:
         """Whether the call contains a gradient. `gcx.flush` passes zeros with weight 0 instead."""
         return ~(self.flush & (self.weight == 0))
 
     @property
-    def counts(self) -> Scalar:
+    def is_weighted(self) -> Scalar:
         """Whether the weight is nonzero. A NaN weight counts, so that guards can reject it."""
         return self.weight != 0
 
@@ -133,8 +133,8 @@ class Accumulation(NamedTuple):
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
-    def always_closes(self, state: AccumulationState, batch: MicroBatch) -> bool:
-        """Return whether each accepted micro-batch is a window of positive weight."""
+    def always_takes_step(self, state: AccumulationState, batch: MicroBatch) -> bool:
+        """Return whether each accepted micro-batch closes a window of positive weight."""
         return not (self.has_sum(state) or batch.is_weight_passed)
 
     def length(self, gradient_step: Scalar) -> Scalar:
@@ -172,15 +172,17 @@ class Accumulation(NamedTuple):
         )
 
     def add(
-        self, state: AccumulationState, grads: Tree, batch: MicroBatch, accepted: Scalar | bool
+        self, state: AccumulationState, grads: Tree, batch: MicroBatch, arrived: Scalar
     ) -> tuple[AccumulationState, Scalar]:
-        """Add a micro-batch unless a guard rejected it; return whether the window closes."""
-        arrived = batch.passes_gradient & accepted
+        """Add a micro-batch if it has arrived, and return whether the window closes.
+
+        It has arrived if it has a gradient, and if no guard rejected it.
+        """
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
         # If `arrived`, then `mini_step > 0`, but XLA must not know this; see `summand`.
-        is_added = arrived & batch.counts & (mini_step > 0)
+        is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
@@ -233,10 +235,9 @@ class Accumulation(NamedTuple):
         return gradient, extra_args, buffer
 
     def finish(
-        self, state: AccumulationState, closes: Scalar, is_applied: Scalar
+        self, state: AccumulationState, closes: Scalar, is_empty: Scalar, is_applied: Scalar
     ) -> AccumulationState:
         """Update the counts, and reset the window if it closed."""
-        is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),
             empty_windows=increment_where(state.empty_windows, is_empty),

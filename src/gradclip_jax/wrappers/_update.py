@@ -16,11 +16,10 @@ from .._metrics import metric_names
 from .._states import plain_arrays, with_structure_of
 from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
-from ._execute import execute
+from ._execute import apply_updates, execute
 from ._extra_args import ExtraArgs
 from ._guard import Guard, Measure, check_guard_arguments
 from ._nesting import Wrappers
-from ._step import apply_updates
 
 
 class InPlaceUpdate:
@@ -58,16 +57,16 @@ class WrapperUpdate(InPlaceUpdate):
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the inner transformation, or zeros if it does not run."""
-        result = execute(self.wrappers, updates, state, params, extra_args)
-        return result.updates, result.state
+        step, _, state = execute(self.wrappers, updates, state, params, extra_args)
+        return step.updates, state
 
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, measure: Measure | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
         arguments = grads, state, params, extra_args
-        result = execute(self.wrappers, *arguments, in_place=True, measure=measure)
-        return result.params, result.state, result.measured
+        step, params, state = execute(self.wrappers, *arguments, in_place=True, measure=measure)
+        return params, state, step.measured
 
 
 def wrap(
@@ -80,7 +79,7 @@ def wrap(
     if isinstance(inner.update, WrapperUpdate):
         wrappers = inner.update.wrappers
     else:
-        wrappers = Wrappers(optax.with_extra_args_support(inner))
+        wrappers = Wrappers(wrapper.name, optax.with_extra_args_support(inner))
     wrappers = wrappers.with_outer(wrapper)
     init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))

@@ -7,7 +7,7 @@ A line is a dictionary. `_log` renames the keys of other trainers to the keys of
 | `loss`, `gradient_norm` or `outcome` | a row, or some of the numbers of a row |
 | `rewind_to` | the run was rewound: the earlier rows from this step on are replaced |
 | the fields of `Incident` | an incident |
-| the fields of `DECISION` | an action of the recovery policy |
+| the fields of `Decision` | an action of the recovery policy |
 """
 
 import bisect
@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
 from ._detect import Incident
-from ._policy import DECISION
-from ._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
+from ._policy import Decision
 
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`, and their flags."""
@@ -32,7 +32,7 @@ WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startsw
 _ROW = "loss", "gradient_norm", "outcome", "rewind_to"
 """A line with one of these keys is a row or marks a rewind."""
 
-KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *DECISION}
+KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *Decision._fields}
 """The keys of a line, except the keys of single leaves, layers or clips."""
 
 _MAX_STEP = 2.0**53

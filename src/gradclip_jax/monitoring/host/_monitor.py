@@ -13,18 +13,18 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
-from .._errors import public, type_error, value_error
-from .._types import HostArray, Tree
-from ..norms._granularity import Granularity
-from ..norms._mask import Mask
+from ..._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
+from ..._errors import public, type_error, value_error
+from ..._types import HostArray, Tree
+from ...norms._granularity import Granularity
+from ...norms._mask import Mask
+from .._rows import Columns, Line, Names, Row, Rows, names_of, read_stack
+from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
-from ._policy import ACTIONS, DECISION, Policy, Report, agreed, check_same_log
-from ._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
+from ._policy import ACTIONS, Decision, Policy, Report, agreed, check_same_log
 from ._summary import summary_of
-from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
@@ -34,7 +34,7 @@ _UNITS_EVERY = 50
 _AROUND = 8
 """Number of steps before and after an incident whose norms of leaves or layers are logged."""
 
-_KEPT = 1024
+_MAX_ROWS = 1024
 """Number of rows to keep for the policy, and to restart the detection after a rewind."""
 
 
@@ -126,13 +126,14 @@ class Monitor:
         self._has_read, self._is_resumed, self._values = False, resume, None
         self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
         self._remark = ""  # from `read_log`, about lines that are not in `rows`
-        events = lines_with(columns, ["rewind_to"]) | lines_with(columns, DECISION)
+        events = lines_with(columns, ["rewind_to"]) | lines_with(columns, Decision._fields)
         in_order = (event for _, event in sorted(events.items()))
         self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
         self.incidents = to_incidents(columns)
-        self._start(rows.take(slice(-_KEPT, None)), names)
+        self._start(rows.take(slice(-_MAX_ROWS, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
-        self.report = self._policy.update(self.rows, self._recent, rows.end)
+        decision = self._policy.update(self.rows, self._recent, rows.end)
+        self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -161,14 +162,14 @@ class Monitor:
         rows, names = read_stack(row, self.names)
         saved = _checked_steps(saved)
         if self._is_resumed and not self._has_read:
-            check_same_log(self.report)
+            check_same_log(Decision.of(self.report))
         with self._unchanged_on_error():
             is_same_state, self._values = row.values is self._values, row.values
             rows, step, lines, incidents = self._append(rows, names, is_same_state)
             # Write the decision first. If the process is killed here, a restart needs it, but not
             # the rows.
             if self._decide(rows, step, incidents, saved):
-                lines.append(dict(zip(DECISION, self.report, strict=False)))
+                lines.append(Decision.of(self.report)._asdict())
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
             if self._log is not None and not callable(self._log):
@@ -218,8 +219,8 @@ class Monitor:
         self._has_read |= len(rows.step) > 0
         incidents += self._detector.update(rows)
         self.incidents = [*self.incidents, *incidents]
-        self._recent = [*self._recent[-_KEPT:], *incidents]
-        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
+        self._recent = [*self._recent[-_MAX_ROWS:], *incidents]
+        self.rows = Rows.concatenate([self.rows.take(slice(-_MAX_ROWS, None)), rows])
         return rows, step, lines, incidents
 
     def _decide(
@@ -227,12 +228,12 @@ class Monitor:
     ) -> bool:
         """Update the report with new rows, and return whether it contains a new decision."""
         last = self._policy.last
-        report = self._policy.update(self.rows, self._recent, step, saved)
-        lost = int(min(rows.step, default=step)) - step
-        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+        decision = self._policy.update(self.rows, self._recent, step, saved)
+        report = Report(*decision, incidents, rows, int(min(rows.step, default=step)) - step)
         if self._user_policy is not None:
-            report = self._policy.replace(last, _checked_report(self._user_policy(report)))
-        self.report = agreed(report)
+            report = _checked_report(self._user_policy(report))
+            self._policy.replace(last, Decision.of(report))
+        self.report = report._replace(**agreed(Decision.of(report))._asdict())
         return self._policy.last is not last
 
     def _first_new(self, rows: Rows) -> int:
@@ -264,7 +265,7 @@ class Monitor:
 
     def _with_units(self, rows: Rows) -> HostArray:
         """Return a mask of the rows whose norms of leaves or layers are logged."""
-        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
+        closed = self.rows.step[self.rows.closes_window]
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         return np.isin(rows.step, [*closed[first], *near])

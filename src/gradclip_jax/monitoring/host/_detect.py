@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import Names, Outcome, Rows
+from ._losses import Losses, LossRise
 from ._outliers import (
-    BLOCK,
     GAP,
     HISTORY,
     LOG_LOSS,
@@ -48,12 +49,6 @@ from ._outliers import (
     Streaks,
     median,
 )
-from ._rows import Names, Outcome, Rows
-
-UNLEARNED = 5 * BLOCK
-"""A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are
-above its first BLOCK losses. If consecutive losses are noise with a correlation of 0.9, this
-happens in 1 of 100 runs."""
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """Rows with one of these flags are incidents even if all of their values are normal."""
@@ -85,84 +80,6 @@ class Incident(NamedTuple):
     def __str__(self) -> str:
         """Return the incident as a sentence."""
         return self.sentence
-
-
-class LossRise(NamedTuple):
-    """A loss that has risen permanently.
-
-    Attributes:
-        text: Description of the losses that have risen and of the losses they are compared with.
-        threshold: The loss above which the rise continues.
-        has_exploded: Whether the loss fell at first, and is now far above its recent values.
-        is_flat: Whether the loss has hardly changed since the start, unlike a value loss.
-    """
-
-    text: str
-    threshold: float
-    has_exploded: bool = False
-    is_flat: bool = False
-
-
-class Losses:
-    """Compare the losses of a run with its first losses and its best losses."""
-
-    def __init__(self):
-        self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = (
-            math.inf
-        )  # the first finite loss; the highest of the best BLOCK losses
-        self.count, self.is_positive = 0, True
-
-    def compare(
-        self, losses: HostArray, levels: HostArray
-    ) -> tuple[dict[int, LossRise], HostArray]:
-        """Compare the next losses; `levels` contains the median of the losses before each.
-
-        Returns:
-            A dict from indices of losses to the rises that they complete, and a bool for each loss:
-            whether it may be a value loss, which grows with the return of a policy. Value losses
-            have not fallen since the start, or are sometimes negative.
-        """
-        ratio, losses = RATIO["loss"], np.where(np.isfinite(losses), losses, np.inf)
-        finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
-        self.first = finite[0] if math.isinf(self.first) and len(finite) else self.first
-        is_positive = self.is_positive & np.logical_and.accumulate(losses >= 0)
-        log_losses = np.log(losses, where=losses > 0, out=np.full(len(losses), np.nan))
-        has_risen, *levels_of_rise = self.rises.compare(log_losses[:, None])
-        lowest, best = np.exp(levels_of_rise)[..., 0]
-        # True if BLOCK consecutive losses were clearly below the first loss.
-        best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
-        have_fallen = best_so_far * ratio < self.first
-        is_high = (index < PERIOD - 1) | (levels > ratio * self.first)
-        found = self._unlearned(losses)
-        for i in np.flatnonzero(has_risen[:, 0] & is_positive).tolist():
-            text = (
-                f"the lowest of the last {BLOCK} losses, {lowest[i]:.3g}, is above {ratio} times "
-                f"the highest of the best {BLOCK}, {best[i]:.3g}"
-            )
-            has_exploded = bool(have_fallen[i] and lowest[i] > RATIO["tree"] * levels[i])
-            found[i] = LossRise(text, ratio * float(best[i]), has_exploded)
-        if len(losses):
-            self.best, self.is_positive = best_so_far[-1], is_positive[-1]
-        self.count += len(losses)
-        return found, ~is_positive | (is_high & ~have_fallen)
-
-    def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
-        """Report a run whose first UNLEARNED losses have not fallen.
-
-        The second BLOCK of losses is not compared, because a loss may rise during warm-up.
-        """
-        last = UNLEARNED - 1 - len(self.start)
-        is_complete = 0 <= last < len(losses)
-        self.start = np.append(self.start, losses)[:UNLEARNED]
-        highest, rest = self.start[:BLOCK].max(initial=0), self.start[2 * BLOCK :]
-        if not is_complete or rest.min() <= highest:
-            return {}
-        text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first {BLOCK}"
-        # A value loss of reinforcement learning is not flat: its first values are arbitrary, and it
-        # is as noisy as the return.
-        is_flat = bool(self.start.max() < RATIO["loss"] * self.start.min())
-        return {last: LossRise(f"{text}, {highest:.3g}", float(highest), is_flat=is_flat)}
 
 
 class Fault(NamedTuple):
@@ -413,6 +330,10 @@ class Detector:
     def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
         """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
+        if Outcome.SKIPPED in flags:
+            flags &= (
+                ~Outcome.ACCUMULATED
+            )  # the window is open, but does not contain the micro-batch
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
