@@ -120,20 +120,16 @@ def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) 
     def check_micro_batch(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
-        leaves, scalars = (
-            inexact_leaves(grads),
-            (loss_of(extra_args, axis_name), extra_args.get("weight")),
-        )
+        leaves = inexact_leaves(grads)
+        scalars = loss_of(extra_args, axis_name), extra_args.get("weight")
         checked = [x for x in scalars if is_scalar(x, jnp.inexact)]
         if check == "step":
             return {"nonfinite": ~all_finite([*checked, *leaves], axis_name)}, ()
         # A finite norm shows that all leaves are finite, except for narrow dtypes.
-        checked += filter(is_narrow, leaves)
-        wide = [float(jnp.finfo(x.dtype).max) for x in leaves if not is_narrow(x)]
-        is_finite = all_finite(checked, axis_name) & (
-            norm <= math.sqrt(min(wide, default=UNBOUNDED))
-        )
-        return {"nonfinite": ~is_finite}, ()
+        narrow = [x for x in leaves if is_narrow(x)]
+        largest = [float(jnp.finfo(x.dtype).max) for x in leaves if not is_narrow(x)]
+        limit = math.sqrt(min(largest, default=UNBOUNDED))
+        return {"nonfinite": ~(all_finite([*checked, *narrow], axis_name) & (norm <= limit))}, ()
 
     def check_gradient(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs

@@ -28,7 +28,6 @@ from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
 from ._extra_args import ExtraArgs
 from ._guard import Measure, has_any, params_of
-from ._nesting import Wrappers
 from ._skips import (
     Checked,
     PlacedGuard,
@@ -39,6 +38,7 @@ from ._skips import (
     flag_where,
 )
 from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of
+from ._wrappers import Wrappers
 
 
 class Call(NamedTuple):
