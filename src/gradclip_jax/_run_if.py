@@ -88,11 +88,9 @@ def run_step(
 
     If `likely` is True, the step is always computed on GPU and TPU, and its result is selected.
     """
-    typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
-        return typed_step(operands, carry)
-    traced, (output, after) = trace(typed_step, operands, carry)
-    bound = Partial(traced.func, *traced.args, operands)
+        return _typed_step(step, operands, carry)
+    bound, (output, after) = _trace_step(step, operands, carry)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
@@ -102,13 +100,14 @@ def run_step(
 
 
 def compute_step(
-    step: Callable[[Tree], tuple[Tree, Tree]], carry: Tree
+    step: Callable[..., tuple[Tree, Tree]], carry: Tree, *operands: Tree
 ) -> tuple[Partial, tuple[Tree, Tree]]:
     """Return the traced step and the result of `step(carry)` with its gradient stopped.
 
-    `select_step` can then be called with a predicate that depends on the result.
+    `select_step` can then be called with a predicate that depends on the result. For `operands`,
+    see `run_step`.
     """
-    traced, _ = trace(functools.partial(_typed_step, step, ()), carry)
+    traced, _ = _trace_step(step, operands, carry)
     return traced, jax.tree.map(lax.stop_gradient, traced(carry))
 
 
@@ -121,6 +120,14 @@ def select_step(predicate: Flag, traced: Partial, computed: Tree, carry: Tree) -
     start = jax.tree.map(zeros_of_type, computed[0]), carry
     known = Partial(lambda computed, carry: computed, computed)
     return _run(_select, known, traced, jnp.asarray(predicate), start)
+
+
+def _trace_step(
+    step: Callable[..., tuple[Tree, Tree]], operands: tuple[Tree, ...], carry: Tree
+) -> tuple[Partial, tuple[Tree, Tree]]:
+    """Trace a step with its operands; return it as a function of the carry, and its result."""
+    traced, result = trace(functools.partial(_typed_step, step), operands, carry)
+    return Partial(traced.func, *traced.args, operands), result
 
 
 def _typed_step(

@@ -81,10 +81,10 @@ def take_step(
     skips = checked.skips
     checks_step = any(guard.check_step for guard in wrappers.all_guards)
 
-    def run(carry: Carry) -> tuple[tuple[Tree, Tree], Carry]:
+    def run(carry: Carry, grads: Tree, params: Tree) -> tuple[tuple[Tree, Tree], Carry]:
         in_place_params, inner_state = carry
         current = params if in_place_params is None else in_place_params
-        arguments = checked.grads, inner_state, current, checked.extra_args
+        arguments = grads, inner_state, current, checked.extra_args
         updates, inner_state = run_inner(wrappers, *arguments)
         if in_place_params is None:
             updates = updates_for_caller(wrappers, updates, call.grads, *arguments)
@@ -93,14 +93,15 @@ def take_step(
         new_params = apply_updates(in_place_params, updates)
         return (updates if checks_step else None, measured), Carry(new_params, inner_state)
 
+    operands = checked.grads, params if carry.params is None else None
     if checks_step:
-        traced, computed = compute_step(run, carry)
+        traced, computed = compute_step(run, carry, *operands)
         (updates, _), after = computed
         states = carry.inner_state, after.inner_state
         skips = _check_step(call, updates, *states, params, skips)
         (updates, measured), carry = select_step(skips.is_accepted, traced, computed, carry)
     else:
-        (updates, measured), carry = run_step(skips.is_accepted, run, carry, likely=True)
+        (updates, measured), carry = run_step(skips.is_accepted, run, carry, *operands, likely=True)
     updates = updates if carry.params is None else None
     return Step(updates, measured, skips, checked.observed, checked.norm), carry
 
