@@ -25,6 +25,9 @@ def shortened(value: object) -> str:
     """Format a value for an error message, with arrays as `dtype[shape]`."""
 
     def abstract(leaf: Any) -> object:
+        if isinstance(leaf, int) and leaf.bit_length() > _MAX_CHARACTERS:
+            # Python raises an error for the digits of a very large integer.
+            return _Unquoted(f"an integer of {leaf.bit_length()} bits")
         is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
         return leaf if is_number else _Unquoted(describe(leaf))
 

@@ -54,9 +54,9 @@ def check_concrete(argument: str, tree: Tree, hint: str) -> None:
     check_values(argument, tree)
 
 
-def shapes_of(tree: Tree) -> Tree:
-    """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
-    return jax.tree.map(lambda x: list(np.shape(x)), tree)
+def shapes_of(tree: Tree) -> tuple[Any, list[tuple[int, ...]]]:
+    """Return the structure of a tree and the shapes of its leaves, for comparisons of trees."""
+    return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
