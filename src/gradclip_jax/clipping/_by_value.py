@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_number, is_traced
+from .._checks import check_number, is_traced, shortened
 from .._errors import public, value_error
 from .._types import Array, Number, Tree
 from ..norms._leaves import checked_leaves, wide_dtype
@@ -92,7 +92,7 @@ def _checked_bounds(max_value: Number, min_value: Number | None) -> tuple[Number
         hint = "Omit it to use `-max_value`."
         low = check_number("min_value", min_value, hint, "[-inf, inf]")
         if not (is_traced(low) or is_traced(high) or low < high):
-            raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
+            raise value_error("min_value", "less than `max_value`", shortened(min_value), hint)
     return high, low
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from .._checks import (
     call_schedule,
+    check_arrays,
     check_callable,
     check_dtype_kept,
     check_flag,
@@ -143,7 +144,9 @@ def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
     if rule.init is None:
         return ()
     # Each array has its own buffer.
-    return {rule.name: jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))}
+    state = rule.init(jnp.zeros(shape, jnp.float32))
+    check_arrays("init", state)
+    return {rule.name: jax.tree.map(jnp.array, state)}
 
 
 def apply_rule(
@@ -200,6 +203,8 @@ def _call_rule(
     if jax.tree.structure(new_state) != jax.tree.structure(state):
         must = f"a rule that returns a state like {shortened(state)}"
         raise type_error(argument, must, shortened(new_state), hint)
+    if isinstance(threshold, int):
+        threshold = check_number(argument, threshold, hint, "[-inf, inf]")
     threshold = jnp.asarray(threshold, norm.dtype)
     if norm.ndim and not threshold.ndim:
         threshold = threshold + jnp.zeros_like(norm)  # with the sharding of the norms
