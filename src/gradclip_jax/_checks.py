@@ -4,6 +4,7 @@ Hyperparameters are checked when a transformation is built, and pytrees at trace
 are not checked.
 """
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -83,6 +84,9 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 # Types of values
 
+ARRAY_LIKE: Final = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)
+"""Types of arrays and numbers, which jit can trace."""
+
 
 def dtype_of(leaf: Any) -> np.dtype:
     """Return the dtype of an array or a Python number, or `object` for other values."""
@@ -92,17 +96,12 @@ def dtype_of(leaf: Any) -> np.dtype:
     return np.dtype(type(leaf) if isinstance(leaf, (bool, int, float, complex)) else object)
 
 
-def is_array_like(value: object) -> bool:
-    """Return whether a value is an array or a number, which jit can trace."""
-    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array))
-
-
 def is_scalar(value: Any, *kinds: type) -> bool:
     """Return whether a value is a Python, NumPy or JAX scalar with a dtype in `kinds`."""
-    if not is_array_like(value) or np.ndim(value):
+    if not isinstance(value, ARRAY_LIKE) or np.ndim(value):
         return False
-    dtype = dtype_of(value)  # bfloat16 scalars are not instances of `np.number`
-    return any([jnp.issubdtype(dtype, kind) for kind in kinds])
+    # bfloat16 scalars are not instances of `np.number`.
+    return any(map(functools.partial(jnp.issubdtype, dtype_of(value)), kinds))
 
 
 def is_float0(leaf: object) -> bool:
@@ -254,7 +253,7 @@ def check_callable(argument: str, value: object, hint: str) -> None:
         raise type_error(argument, "a function", shortened(value), hint)
 
 
-def is_factory(value: object) -> bool:
+def is_factory(value: Any) -> bool:
     """Return whether a value is a public function of this package."""
     is_decorated = inspect.isfunction(value) and hasattr(value, "__wrapped__")
     return is_decorated and _is_of_this_package(value) and "<" not in value.__qualname__
@@ -309,7 +308,7 @@ def check_transformation(argument: str, value: object) -> None:
 
 def check_array(argument: str, value: object) -> None:
     """Raise if a value is not a concrete or traced array of real floating-point numbers."""
-    if not is_array_like(value) or not jnp.issubdtype(dtype_of(value), jnp.floating):
+    if not isinstance(value, ARRAY_LIKE) or not jnp.issubdtype(dtype_of(value), jnp.floating):
         hint = "Pass a JAX or NumPy array."
         raise type_error(argument, "a floating-point array", shortened(value), hint)
 

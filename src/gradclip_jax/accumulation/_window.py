@@ -8,12 +8,12 @@ import numpy as np
 import optax
 
 from .._checks import (
+    ARRAY_LIKE,
     check_arrays,
     check_one_run,
     check_optimizer_state,
     check_transformation,
     describe,
-    is_array_like,
     is_float0,
     is_traced,
 )
@@ -93,7 +93,7 @@ def flush(
     arrays = plain_arrays(state)
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.
-    is_traceable = all(map(is_array_like, jax.tree.leaves(extra_args)))
+    is_traceable = all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(extra_args))
     close = _jitted_flush if is_traceable else _flush
     updates, flushed = close(tx, arrays, plain_arrays(params), extra_args)
     return with_structure_of(params, updates), with_structure_of(state, flushed)

@@ -152,15 +152,16 @@ def _parts(
                 others = {"outer_guards": (), "accumulation": None, "inner_guards": ()}
                 yield Part(WrapperState, depth, here, node._replace(inner_state=(), **others))
             yield from _parts(node.outer_guards, field_path(here, "outer_guards"), depth)
+            inside = depth
             if node.accumulation is not None:
+                window = field_path(here, "accumulation")
                 # A loss scale inside divides the gradients after the sum.
                 is_scaled = "loss_scale" in metric_names((node.inner_guards, node.inner_state))
-                place = field_path(here, "accumulation")
-                yield Part(AccumulationState, depth, place, node.accumulation, is_scaled)
-            inside = depth + (node.accumulation is not None)
+                yield Part(AccumulationState, depth, window, node.accumulation, is_scaled)
+                inside = depth + 1
             yield from _parts(node.inner_guards, field_path(here, "inner_guards"), inside)
-            place = field_path(here, "inner_state")
-            yield from _parts(node.inner_state, place, inside, is_directly_inside_guards=has_guards)
+            inner = field_path(here, "inner_state")
+            yield from _parts(node.inner_state, inner, inside, is_directly_inside_guards=has_guards)
         elif hasattr(node, "inner_state"):  # `watch`
             yield Part(type(node), depth, here, node._replace(inner_state=()))
             yield from _parts(node.inner_state, field_path(here, "inner_state"), depth)
