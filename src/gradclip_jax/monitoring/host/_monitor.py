@@ -18,7 +18,7 @@ from ..._errors import public, type_error, value_error
 from ..._types import HostArray, Tree
 from ...norms._granularity import Granularity
 from ...norms._mask import Mask
-from .._rows import Columns, Line, Names, Row, Rows, names_of, read_stack
+from .._rows import Columns, Line, Names, PackedRows, Rows, names_of, unpack_rows
 from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
@@ -158,8 +158,8 @@ class Monitor:
             Exception: If the function `log` raises. The rows count as read, because some of their
                 lines may have been logged; the report is in `report`.
         """
-        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
-        rows, names = read_stack(row, self.names)
+        row = state if isinstance(state, PackedRows) else find_watch(state, self._which).rows
+        rows, names = unpack_rows(row, self.names)
         saved = _checked_steps(saved)
         if self._is_resumed and not self._has_read:
             check_same_log(Decision.of(self.report))
@@ -310,7 +310,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
     row = find_watch(state, options.pop("which", None)).rows
-    rows, names = read_stack(row, names_of(params, **options))
+    rows, names = unpack_rows(row, names_of(params, **options))
     return Detector(names).update(rows)
 
 
