@@ -3,7 +3,8 @@
     python -m benchmarks.faults.constants FOLDER [--only WINDOW ...] [--halves]
 
 The logs and the counts are those of `benchmarks.faults.logs`. Each constant is halved and doubled,
-and ratios are replaced by their root and square; a cell with one number has it for both. "Actions"
+ratios are replaced by their root and square, STARVING changes by 100 and STARVING_ROWS by 4; a cell
+with one number has it for both. "Actions"
 are logs with an obvious onset that lead to an action, with `rewind_on_rise` and without it; "for
 nothing" are healthy logs that do so with it, and logs of PPO that do so without it. In "all
 actions", logs with an onset go on after each rewind, at the same row, until they end or stop.
@@ -152,7 +153,8 @@ def main():
     results = [{"constant": "none", "changed to": ""} | cells_of(measure(logs))]
     print(*results[-1].values(), sep=" | ", flush=True)
     for constant in args.only:
-        both, changes = [], (lambda x: type(x)(x * 0.5), lambda x: x * 2)
+        by, both = {"STARVING": 100, "STARVING_ROWS": 4}.get(constant, 2), []
+        changes = (lambda x, by=by: type(x)(x / by), lambda x, by=by: x * by)
         if constant.startswith("RATIO"):
             changes = (lambda x: x**0.5, lambda x: x**2)
         for change in changes:

@@ -38,6 +38,9 @@ def shortened(value: object) -> str:
     """Format a value for an error message, with arrays as `dtype[shape]`."""
 
     def abstract(leaf: Any) -> object:
+        if isinstance(leaf, int) and leaf.bit_length() > _MAX_CHARACTERS:
+            # Python raises an error for the digits of a very large integer.
+            return _Unquoted(f"an integer of {leaf.bit_length()} bits")
         is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
         return leaf if is_number else _Unquoted(describe(leaf))
 
@@ -337,9 +340,9 @@ def check_concrete(argument: str, tree: Tree, hint: str) -> None:
     check_values(argument, tree)
 
 
-def shapes_of(tree: Tree) -> Tree:
-    """Return a tree with the shape of each leaf as a list, for comparisons of trees."""
-    return jax.tree.map(lambda x: list(np.shape(x)), tree)
+def shapes_of(tree: Tree) -> tuple[Any, list[tuple[int, ...]]]:
+    """Return the structure of a tree and the shapes of its leaves, for comparisons of trees."""
+    return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def check_dtype_kept(argument: str, new: Any, old: Any) -> None:

@@ -90,11 +90,9 @@ def run_step(
 
     If `likely` is True, the step is always computed on GPU and TPU, and its result is selected.
     """
-    typed_step = functools.partial(_typed_step, step)
     if not is_traced(predicate) and bool(predicate):
-        return typed_step(operands, carry)
-    traced, (output, after) = trace(typed_step, operands, carry)
-    bound = Partial(traced.func, *traced.args, operands)
+        return _typed_step(step, operands, carry)
+    bound, (output, after) = _trace_step(step, operands, carry)
     start = jax.tree.map(zeros_of_type, output), carry
     if not is_traced(predicate):
         return start
@@ -105,22 +103,31 @@ def run_step(
 
 def run_checked_step(
     check: Callable[[Tree, Tree], tuple[Flag, _Checked]],
-    step: Callable[[Tree], tuple[Tree, Tree]],
+    step: Callable[..., tuple[Tree, Tree]],
     carry: Tree,
+    *operands: Tree,
 ) -> tuple[_Checked, tuple[Tree, Tree]]:
     """Compute a step, and keep its result if `check(output, carry)` accepts it.
 
     Return the second result of `check`, and the output and the carry of the step; zeros and the old
-    carry if the first result of `check` is false. Derivatives evaluate the step again in a
-    `lax.cond`, because the derivative of a selection is NaN if the derivative of the skipped step
-    is infinite.
+    carry if the first result of `check` is false. For `operands`, see `run_step`. Derivatives
+    evaluate the step again in a `lax.cond`, because the derivative of a selection is NaN if the
+    derivative of the skipped step is infinite.
     """
-    traced, _ = trace(functools.partial(_typed_step, step, ()), carry)
+    traced, _ = _trace_step(step, operands, carry)
     computed = jax.tree.map(lax.stop_gradient, traced(carry))
     is_accepted, checked = check(*computed)
     start = jax.tree.map(zeros_of_type, computed[0]), carry
     known = Partial(lambda computed, carry: computed, computed)
     return checked, _run(_select, known, traced, jnp.asarray(is_accepted), start)
+
+
+def _trace_step(
+    step: Callable[..., tuple[Tree, Tree]], operands: tuple[Tree, ...], carry: Tree
+) -> tuple[Partial, tuple[Tree, Tree]]:
+    """Trace a step with its operands; return it as a function of the carry, and its result."""
+    traced, result = trace(functools.partial(_typed_step, step), operands, carry)
+    return Partial(traced.func, *traced.args, operands), result
 
 
 def _typed_step(

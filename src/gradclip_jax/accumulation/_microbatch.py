@@ -12,8 +12,15 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import call_user, check_callable, check_choice, check_transformation
-from .._errors import public
+from .._checks import (
+    call_user,
+    check_callable,
+    check_choice,
+    check_transformation,
+    shapes_of,
+    shortened,
+)
+from .._errors import public, type_error
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, sum_dtype
@@ -212,7 +219,12 @@ class _MicroBatches(NamedTuple):
             grads, _ = transform.update(grads, transform.init(params), params)
         else:
             name = "microbatch_transform"
-            grads = call_user(name, name, transform, grads)
+            transformed = call_user(name, name, transform, grads)
+            if shapes_of(transformed) != shapes_of(grads):
+                rule = "a function that returns a tree with the shapes of the gradient"
+                hint = "Call a factory, as in `optax.clip(1.0)`."
+                raise type_error(name, rule, shortened(transformed), hint)
+            grads = transformed
         return outputs, jax.tree.map(scaled, grads)
 
     def whole_aux(self) -> Tree:

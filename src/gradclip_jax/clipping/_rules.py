@@ -26,6 +26,8 @@ from .._checks import (
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number, Tree
+from ..norms._reduce import norm_of_leaves
+from ._formula import scale_factor
 from ._threshold import Rule
 
 
@@ -442,3 +444,20 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         return jnp.minimum(threshold, jnp.float32(bound)), state
 
     return dataclasses.replace(rule, update=update)
+
+
+def adagc_rule(relative: Number, absolute: Number, decay: Number, warmup_steps: int) -> Rule:
+    """Return the rule of `adagc`: an average, after a clip by global norm during the warm-up."""
+    relative = check_number("relative", relative, "The paper uses 1.05.")
+    bound = check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
+
+    def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
+        # `norms` is the vector of the norms of all leaves.
+        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(bound, UNBOUNDED))
+        scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
+        thresholds, state = rule.update(scaled, state, None)
+        # In the warm-up, the threshold of a norm is its value after the clip by global norm.
+        return jnp.where(scaled < norms, scaled, thresholds), state
+
+    return dataclasses.replace(rule, update=update, name="adagc")

@@ -13,6 +13,7 @@ import optax
 
 from .._checks import (
     call_user,
+    check_arrays,
     check_callable,
     check_dtype_kept,
     check_rule_name,
@@ -157,7 +158,9 @@ def skip_if(
         return {rule.name: like_dtypes(after, state)}
 
     def init(params: Tree) -> Tree:
-        return {rule.name: call_user("predicate", "init", rule.init, params)}
+        state = call_user("predicate", "init", rule.init, params)
+        check_arrays("init", state)
+        return {rule.name: state}
 
     guard = Guard(
         "skip_if",

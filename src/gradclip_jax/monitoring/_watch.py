@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -41,7 +40,7 @@ from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
-from ._rows import FIRST_NORM, MEASURED, Outcome, Row, names_of
+from ._rows import FIRST_NORM, MEASURED, Outcome, PackedRows, RowValues, names_of, num_columns
 from ._taps import SHAPE, read_sums, tap_names
 
 
@@ -50,12 +49,12 @@ class WatchState(NamedTuple):
 
     Attributes:
         step_count: int32[], number of calls.
-        rows: Ring buffer of the last rows: a `Row` whose values are int32[history, columns].
+        rows: Ring buffer of the last rows: a `PackedRows` whose values are int32[history, columns].
         inner_state: State of the inner transformation.
     """
 
     step_count: Scalar
-    rows: Row
+    rows: PackedRows
     inner_state: Tree
 
     def step_metrics(self) -> dict[str, Array]:
@@ -84,7 +83,7 @@ def _last(rows: Array, step_count: Array) -> Array:
 
 
 @public
-def last_row(state: Tree) -> Row:
+def last_row(state: Tree) -> PackedRows:
     """Return the row that the last call of `watch` wrote, for use as an output of `lax.scan`.
 
     A training loop inside `lax.scan` may be longer than `history`. Return this row from each step,
@@ -263,41 +262,6 @@ class Units(NamedTuple):
         return leaves_at(tree, self.places)
 
 
-class RowValues(NamedTuple):
-    """The numbers of one row, in the order in which they are stored; see `Row`.
-
-    Attributes:
-        batch_id: int32[].
-        outcome: Flags of `Outcome`, int32[].
-        device: Index of the device whose parameters differ, int32[].
-        loss: float32[].
-        norm_limit: Smallest threshold of the guards for the gradient norm, float32[].
-        loss_limit: Smallest threshold of the guards for the loss, float32[].
-        norms: Four numbers for the whole tree and for each unit, float32[1 + units, 4]; see
-            `norm_table`.
-        taps: Sums of the taps.
-        clip_factors: Smallest factor of each clip.
-    """
-
-    batch_id: Any
-    outcome: Scalar
-    device: Scalar
-    loss: Any
-    norm_limit: Any
-    loss_limit: Any
-    norms: Array
-    taps: Array
-    clip_factors: Sequence[Array]
-
-    def packed(self, step: Scalar) -> Array:
-        """Return the row as int32[columns]; floating-point numbers are stored as their bits."""
-        ints = jnp.array([step, self.batch_id, self.outcome, self.device], jnp.int32)
-        numbers = [self.loss, self.norm_limit, self.loss_limit, self.norms, self.taps]
-        columns = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in (*numbers, *self.clip_factors)]
-        bits = lax.bitcast_convert_type(jnp.concatenate(columns), jnp.int32)
-        return jnp.concatenate([ints, bits])
-
-
 @as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatchUpdate(InPlaceUpdate):
@@ -411,6 +375,7 @@ class WatchUpdate(InPlaceUpdate):
         if batch_id is not None:
             check_count("batch_id", batch_id, "Pass the index of the batch.", low=-(2**31))
         row = RowValues(
+            step=state.step_count,
             batch_id=0 if batch_id is None else batch_id,
             outcome=outcome,
             device=device,
@@ -442,10 +407,11 @@ def _init(update: WatchUpdate, history: int, params: Tree) -> WatchState:
     inner_state = like_dtypes(inner_state, inner_state)
     names = names_of(params, update.granularity, update.trainable)._replace(taps=update.taps)
     clips = dict.fromkeys(_clip_factors(collect_metrics(inner_state)))
-    num_norms, num_sums = 4 * (1 + len(names.units)), math.prod(SHAPE) * len(names.taps)
-    size = FIRST_NORM + num_norms + num_sums + len(clips)
-    values = jnp.zeros((history, size), jnp.int32)
-    return WatchState(jnp.int32(0), Row(values, clips, jnp.uint32(names.checksum)), inner_state)
+    names = names._replace(clips=tuple(clips))
+    values = jnp.zeros((history, num_columns(names)), jnp.int32)
+    return WatchState(
+        jnp.int32(0), PackedRows(values, clips, jnp.uint32(names.checksum)), inner_state
+    )
 
 
 def sums_of_gradient(units: Units) -> Array:
@@ -589,7 +555,7 @@ def _outcome(
 def _written(state: WatchState, values: RowValues) -> WatchState:
     """Write a row into the ring buffer."""
     rows = state.rows.values
-    row = values.packed(state.step_count)[None]
+    row = values.packed()[None]
     if row.shape[1] != rows.shape[1]:
         got = f"a state with {rows.shape[1]} values for each row instead of {row.shape[1]}"
         hint = "Call `init(params)` of this `watch`, or convert with `convert_state`."

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_choice, check_number
+from .._checks import check_choice, check_number, shortened
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
 from .._weighted_sum import Reduction
@@ -149,7 +149,7 @@ def value_and_grad(
             "a mapping from label to threshold",
             "Pass one for each label of `param_labels`.",
         )
-        raise type_error("max_norm", rule, repr(max_norm), hint)
+        raise type_error("max_norm", rule, shortened(max_norm), hint)
     hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
     for threshold in thresholds.values():
         check_number("max_norm", threshold, hint)

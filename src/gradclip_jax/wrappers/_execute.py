@@ -28,7 +28,6 @@ from ..norms._leaves import checked_leaves
 from ._accumulation import AccumulationState, MicroBatch, micro_batch_of
 from ._extra_args import ExtraArgs
 from ._guard import Measure, has_any, params_of
-from ._nesting import Wrappers
 from ._skips import (
     Checked,
     PlacedGuard,
@@ -39,6 +38,7 @@ from ._skips import (
     flag_where,
 )
 from ._state import CallOutcome, GuardState, WrapperState, has_flag, outcome_of
+from ._wrappers import Wrappers
 
 
 class Call(NamedTuple):
@@ -210,10 +210,13 @@ def _take_step(
     checked = check_gradient(call.inner_guards, grads, params, extra_args, skips)
     checks_step = any(guard.check_step for _, guard, _ in guards)
 
-    def run(carry: Carry) -> tuple[tuple[Tree, Tree], Carry]:
-        # The parameters are read from the carry, which XLA updates in place.
+    # The gradient and the parameters are operands, as in `_accumulate`; parameters that are updated
+    # in place are read from the carry.
+    operands = checked.grads, params if carry.params is None else None
+
+    def run(carry: Carry, grads: Tree, params: Tree) -> tuple[tuple[Tree, Tree], Carry]:
         current = params if carry.params is None else carry.params
-        arguments = checked.grads, carry.inner_state, current, checked.extra_args
+        arguments = grads, carry.inner_state, current, checked.extra_args
         updates, inner_state = _run_inner(wrappers, *arguments)
         if carry.params is None:
             updates = _updates_for_caller(wrappers, updates, call.grads, *arguments)
@@ -228,10 +231,10 @@ def _take_step(
         return skips.is_accepted, skips
 
     if checks_step:
-        skips, (output, carry) = run_checked_step(check, run, carry)
+        skips, (output, carry) = run_checked_step(check, run, carry, *operands)
     else:
         skips = checked.skips
-        output, carry = run_step(skips.is_accepted, run, carry, likely=True)
+        output, carry = run_step(skips.is_accepted, run, carry, *operands, likely=True)
     updates, measured = output
     updates = updates if carry.params is None else None
     return Step(updates, measured, skips, checked.observed, checked.norm), carry

@@ -19,7 +19,7 @@ from ._accumulation import Accumulation
 from ._execute import apply_updates, execute
 from ._extra_args import ExtraArgs
 from ._guard import Guard, Measure, check_guard_arguments
-from ._nesting import Wrappers
+from ._wrappers import Wrappers
 
 
 class InPlaceUpdate:

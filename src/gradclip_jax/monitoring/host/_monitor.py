@@ -18,7 +18,7 @@ from ..._errors import public, type_error, value_error
 from ..._types import HostArray, Tree
 from ...norms._granularity import Granularity
 from ...norms._mask import Mask
-from .._rows import Columns, Line, Names, Row, Rows, names_of, read_stack
+from .._rows import Columns, Line, Names, PackedRows, Rows, names_of, unpack_rows
 from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
@@ -123,7 +123,7 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         columns = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(columns, names)
-        self._has_read, self._is_resumed, self._values = False, resume, None
+        self._is_resumed, self._values = resume, None  # until rows are read
         self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
         self._remark = ""  # from `read_log`, about lines that are not in `rows`
         events = lines_with(columns, ["rewind_to"]) | lines_with(columns, Decision._fields)
@@ -158,10 +158,10 @@ class Monitor:
             Exception: If the function `log` raises. The rows count as read, because some of their
                 lines may have been logged; the report is in `report`.
         """
-        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
-        rows, names = read_stack(row, self.names)
+        row = state if isinstance(state, PackedRows) else find_watch(state, self._which).rows
+        rows, names = unpack_rows(row, self.names)
         saved = _checked_steps(saved)
-        if self._is_resumed and not self._has_read:
+        if self._is_resumed:
             check_same_log(Decision.of(self.report))
         with self._unchanged_on_error():
             is_same_state, self._values = row.values is self._values, row.values
@@ -216,7 +216,7 @@ class Monitor:
             lines.append({"step": step, "rewind_to": step})
             incidents += self._go_back(step)
         rows = rows.take(rows.step >= step)
-        self._has_read |= len(rows.step) > 0
+        self._is_resumed &= len(rows.step) == 0
         incidents += self._detector.update(rows)
         self.incidents = [*self.incidents, *incidents]
         self._recent = [*self._recent[-_MAX_ROWS:], *incidents]
@@ -257,7 +257,7 @@ class Monitor:
         self._start(self.rows.take(self.rows.step < step), self.names)
         is_advised = self.report.action in ("rewind", "lower")
         # The first read after `resume=True` is expected to start from a restored state.
-        if is_advised or not self._has_read:
+        if is_advised or self._is_resumed:
             return []
         sentence = f"the state went back from step {self.report.step}"
         sentence = f"step {step}: {sentence}, although no rewind was advised"
@@ -310,7 +310,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
     row = find_watch(state, options.pop("which", None)).rows
-    rows, names = read_stack(row, names_of(params, **options))
+    rows, names = unpack_rows(row, names_of(params, **options))
     return Detector(names).update(rows)
 
 
