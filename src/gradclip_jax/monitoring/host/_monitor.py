@@ -380,12 +380,9 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    try:
-        steps = list(saved)
-    except TypeError:
-        steps = None
-    if steps is None or isinstance(saved, (str, bytes)):
+    if isinstance(saved, (str, bytes)) or not np.iterable(saved):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
+    steps = list(saved)
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]
