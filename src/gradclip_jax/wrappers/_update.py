@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._checks import (
+    check_same_structure,
+    check_transformation,
+    check_values,
+    is_scalar,
+    shortened,
+)
 from .._clip_order import check_clip_order
 from .._errors import public, type_error, warn
 from .._metrics import metric_names
@@ -126,6 +132,8 @@ def apply_gradients(
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
+    for name, tree in (("grads", grads), ("state", state), ("params", params)):
+        check_values(name, tree)
     _warn_of_unread_weight(extra_args, state)
     check_clip_order(state)
     _check_order(grads, state, params)
