@@ -49,7 +49,7 @@ class InPlaceUpdate:
 @as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
-    """The `update` function of a transformation inside guards or an accumulation.
+    """The `update` function of guards and an accumulation.
 
     The function is a callable object instead of a closure, so that another guard can read and
     extend its `wrappers`, even if a trainer has rebuilt the transformation from `init` and
@@ -78,7 +78,7 @@ class WrapperUpdate(InPlaceUpdate):
 def wrap(
     wrapper: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    """Wrap a transformation, or add another wrapper if it is already wrapped."""
     if isinstance(wrapper, Guard):
         arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
         check_guard_arguments(inner, *arguments)
@@ -116,7 +116,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
+        TypeError: If `tx` is not a gradient transformation, or if it clips scaled gradients.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
