@@ -15,7 +15,7 @@ happens in 1 of 100 runs."""
 
 
 class LossRise(NamedTuple):
-    """A loss that has risen permanently.
+    """A loss that has risen permanently, or has not fallen since the start.
 
     Attributes:
         text: Description of the losses that have risen and of the losses they are compared with.
@@ -31,14 +31,20 @@ class LossRise(NamedTuple):
 
 
 class Losses:
-    """Compare the losses of a run with its first losses and its best losses."""
+    """Compare the losses of a run with its first losses and its best losses.
+
+    Attributes:
+        rises: Rule for lasting rises of the logarithm of the loss.
+        start: The first losses, at most UNLEARNED.
+        count: Number of losses so far.
+        first: The first finite loss; infinity before it.
+        best: The highest of the best BLOCK losses; infinity before them.
+        is_positive: Whether no loss was negative.
+    """
 
     def __init__(self):
-        self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = (
-            math.inf
-        )  # the first finite loss; the highest of the best BLOCK losses
-        self.count, self.is_positive = 0, True
+        self.rises, self.start, self.count = LastingRises(np.log([RATIO["loss"]])), np.zeros(0), 0
+        self.first, self.best, self.is_positive = math.inf, math.inf, True
 
     def compare(
         self, losses: HostArray, levels: HostArray
@@ -51,16 +57,17 @@ class Losses:
             have not fallen since the start, or are sometimes negative.
         """
         ratio, losses = RATIO["loss"], np.where(np.isfinite(losses), losses, np.inf)
-        finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
-        self.first = finite[0] if math.isinf(self.first) and len(finite) else self.first
+        if math.isinf(self.first):
+            self.first = next(iter(losses[np.isfinite(losses)]), math.inf)
         is_positive = self.is_positive & np.logical_and.accumulate(losses >= 0)
         log_losses = np.log(losses, where=losses > 0, out=np.full(len(losses), np.nan))
-        has_risen, *levels_of_rise = self.rises.compare(log_losses[:, None])
-        lowest, best = np.exp(levels_of_rise)[..., 0]
-        # True if BLOCK consecutive losses were clearly below the first loss.
+        has_risen, *bounds = self.rises.compare(log_losses[:, None])
+        lowest, best = np.exp(bounds)[..., 0]
         best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
+        # True if BLOCK consecutive losses were clearly below the first loss.
         have_fallen = best_so_far * ratio < self.first
-        is_high = (index < PERIOD - 1) | (levels > ratio * self.first)
+        is_early = self.count + np.arange(len(losses)) < PERIOD - 1
+        may_grow = ~have_fallen & (is_early | (levels > ratio * self.first))
         found = self._unlearned(losses)
         for i in np.flatnonzero(has_risen[:, 0] & is_positive).tolist():
             text = (
@@ -72,7 +79,7 @@ class Losses:
         if len(losses):
             self.best, self.is_positive = best_so_far[-1], is_positive[-1]
         self.count += len(losses)
-        return found, ~is_positive | (is_high & ~have_fallen)
+        return found, ~is_positive | may_grow
 
     def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
         """Report a run whose first UNLEARNED losses have not fallen.

@@ -23,7 +23,7 @@ from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
-from ._policy import ACTIONS, Decision, Policy, Report, agreed, check_same_log
+from ._policy import ACTIONS, Decision, Policy, Report, of_all_processes
 from ._summary import summary_of
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
@@ -162,7 +162,10 @@ class Monitor:
         rows, names = unpack_rows(row, self.names)
         saved = _checked_steps(saved)
         if self._is_resumed:
-            check_same_log(Decision.of(self.report))
+            decisions = of_all_processes(Decision.of(self.report))
+            if any(x != decisions[0] for x in decisions):
+                hint = "Use a file system that all processes share."
+                raise value_error("log", "the same file in all processes", "other decisions", hint)
         with self._unchanged_on_error():
             is_same_state, self._values = row.values is self._values, row.values
             rows, step, lines, incidents = self._append(rows, names, is_same_state)
@@ -233,7 +236,9 @@ class Monitor:
         if self._user_policy is not None:
             report = _checked_report(self._user_policy(report))
             self._policy.replace(last, Decision.of(report))
-        self.report = report._replace(**agreed(Decision.of(report))._asdict())
+        # Process 0 decides, because the files of other processes may differ.
+        decision = of_all_processes(Decision.of(report))[0]
+        self.report = report._replace(**decision._asdict())
         return self._policy.last is not last
 
     def _first_new(self, rows: Rows) -> int:
@@ -375,12 +380,9 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    try:
-        steps = list(saved)
-    except TypeError:
-        steps = None
-    if steps is None or isinstance(saved, (str, bytes)):
+    if isinstance(saved, (str, bytes)) or not np.iterable(saved):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
+    steps = list(saved)
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]

@@ -25,14 +25,12 @@ The policy then advises a second rewind before `lower`.
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 
-from ..._errors import value_error
 from ..._types import HostArray
 from .._rows import Rows
 from ._detect import Incident
@@ -90,7 +88,7 @@ class Decision(NamedTuple):
     @classmethod
     def of(cls, report: Report) -> "Decision":
         """Return the decision in a report."""
-        return cls(*report[: len(cls._fields)])
+        return cls._make(report[: len(cls._fields)])
 
 
 ACTIONS: Final = ("continue", "save", "rewind", "lower", "stop")
@@ -265,25 +263,14 @@ class Policy:
         )
 
 
-def check_same_log(decision: Decision) -> None:
-    """Raise in all processes unless the logs that they have read lead to the same decision."""
+def of_all_processes(decision: Decision) -> list[Decision]:
+    """Return the decision of each process; all processes must call this function."""
     if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    checksum = zlib.crc32(json.dumps(decision).encode())
-    if len(np.unique(multihost_utils.process_allgather(np.uint32(checksum)))) > 1:
-        hint = "Use a file system that all processes share."
-        raise value_error("log", "the same file in all processes", "different decisions", hint)
-
-
-def agreed(decision: Decision) -> Decision:
-    """Return the decision of process 0 in all processes, because their files may differ."""
-    if jax.process_count() == 1:
-        return decision
+        return [decision]
     from jax.experimental import multihost_utils
 
     text = np.frombuffer(json.dumps(decision).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return Decision(*json.loads(np.asarray(sent, np.uint8).tobytes()))
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    texts = multihost_utils.process_allgather(np.resize(text, max(sizes)))
+    found = (x[:size].tobytes() for x, size in zip(np.asarray(texts, np.uint8), sizes, strict=True))
+    return [Decision(*json.loads(x)) for x in found]
