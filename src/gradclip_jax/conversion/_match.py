@@ -116,20 +116,19 @@ def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[P
 
     Parts of the same kind and depth are counterparts, in order, if their numbers are equal.
     """
-    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
+    groups: dict[Hashable, tuple[list[Part], list[Part]]]
+    groups = collections.defaultdict(lambda: ([], []))
+    for i, state in enumerate((new, old)):
+        for part in _parts(state):
+            groups[part.kind, part.depth][i].append(part)
     pairs: list[tuple[Part, Part]] = []
-    for key, parts in new_parts.items():
-        if len(parts) == len(old_parts[key]):
-            pairs += zip(parts, old_parts.pop(key), strict=True)
-    return pairs, [*itertools.chain(*old_parts.values())]
-
-
-def _parts_by_key(state: Tree) -> dict[Hashable, list[Part]]:
-    """Return lists of the parts of a state that have the same kind and depth."""
-    parts: dict[Hashable, list[Part]] = collections.defaultdict(list)
-    for part in _parts(state):
-        parts[part.kind, part.depth].append(part)
-    return parts
+    dropped: list[Part] = []
+    for new_parts, old_parts in groups.values():
+        if len(new_parts) == len(old_parts):
+            pairs += zip(new_parts, old_parts, strict=True)
+        else:
+            dropped += old_parts
+    return pairs, dropped
 
 
 def _is_part(node: object) -> bool:
