@@ -154,7 +154,8 @@ PATH_kauldron := .theirs/$(CLONE_kauldron)
 PATH_axlearn := .theirs/$(CLONE_axlearn)
 test-their-own:  ## trainers' and peers' own tests through adapters; THEIRS="levanter optax" are two
 	@mkdir -p build; rm -f build/their_own.md
-	@for name in $(THEIRS); do $(MAKE) --no-print-directory test-their-own-$$name || failed=1; done; \
+	@for name in $(THEIRS); do $(MAKE) --no-print-directory test-their-own-$$name || { failed=1; \
+		echo "| $$name | failed, see build/their_own_$$name.log |" >> build/their_own.md; }; done; \
 		cat build/their_own.md; test -z "$$failed"
 
 test-their-own-%: SUITE = $(if $(filter jax_privacy,$*),$*,$(firstword $(subst _, ,$*)))

@@ -86,13 +86,9 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Decorate a public function so that its errors begin with its name.
 
     If a public function calls another one, errors contain the name of the outer function. If it
-    returns a function or a transformation, that is a part of a training step; see `named`. The
-    `update` of a guard is an object, not a function, and names its errors itself.
+    returns a function or a transformation, that is a part of a training step; see `named`.
     """
     name = fun.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
-
-    def part_of_step(result: Any) -> Any:
-        return named(name)(result) if isinstance(result, types.FunctionType) else result
 
     @functools.wraps(fun)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
@@ -105,8 +101,25 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
             _check_signature(name, inspect.signature(fun), *args, **kwargs)
             raise
         if isinstance(result, optax.GradientTransformation):
-            return type(result)(*map(part_of_step, result))
-        return part_of_step(result)
+            return type(result)(*[_part_of_step(name, x) for x in result])
+        return _part_of_step(name, result)
+
+    return call
+
+
+def _part_of_step(name: str, result: Any) -> Any:
+    """Wrap a Python function in `named`; return other objects unchanged.
+
+    The `update` of a guard is a callable object, not a function. It names its errors itself.
+    """
+    if not isinstance(result, types.FunctionType):
+        return result
+
+    @functools.wraps(result)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Optimistix compares the variables of closures, so `named(name)` must not be one.
+        with named(name):
+            return result(*args, **kwargs)
 
     return call
 

@@ -1,4 +1,4 @@
-"""The metrics of all states of this package in an optimizer state."""
+"""Metrics of all gradclip_jax states in an optimizer state."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -42,12 +42,12 @@ def metrics(state: Tree) -> dict[str, Array]:
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    Each number has one key. Directly nested guards share one state, and their
-    skips are added. If several clips or other states have the same metric, the path of the state is
-    appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain. The key
-    without a path then contains the sum of skips, the largest `consecutive_skips` and
-    `guard_failed`, and the smallest `skip_threshold` and `loss_threshold`. When clipping by group,
-    the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
+    Each number has one key. Directly nested guards share one state and one count of skips. If
+    several states have the same metric, the path of the state is appended to the key, as in
+    `clip_factor/0` and `clip_factor/2` if a chain contains two clipping transformations. In this
+    case, the key without a path is the sum for counts of skips, the maximum for `consecutive_skips`
+    and `guard_failed`, and the minimum for `skip_threshold` and `loss_threshold`. When clipping by
+    group, the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
     `grad_norm`.
 
     Args:
@@ -120,7 +120,7 @@ def _partition_label(path: Path) -> str | None:
 
 
 def _keyed_by_path(name: str, found: Sequence[tuple[Path, Array]]) -> dict[str, Array]:
-    """Return the values of a metric by path if there are several, and their combination."""
+    """Return the value of a metric for each path if there are several, and the combined value."""
     out: dict[str, Array] = {}
     if len(found) > 1:
         for path, value in found:

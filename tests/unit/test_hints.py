@@ -163,6 +163,31 @@ def test_a_donated_state_of_other_transformations_is_named_as_such(name):
         step(tx, donated(tx))
 
 
+@pytest.mark.parametrize("argument", ["grads", "state", "params"])
+def test_apply_gradients_names_a_donated_argument_of_an_optimizer_of_optax(argument):
+    tx = optax.adam(1.0)
+    arguments = {"grads": PARAMS, "state": tx.init(PARAMS), "params": PARAMS}
+    arguments[argument] = jax.tree.map(jnp.array, arguments[argument])
+    jax.tree.map(lambda x: x.delete(), arguments[argument])
+    with pytest.raises(ValueError, match=f"^apply_gradients: `{argument}`.*donated"):
+        gcx.apply_gradients(tx, **arguments)
+
+
+class Pair:
+    """A pytree whose class does not define equality."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+
+jax.tree_util.register_pytree_node(Pair, lambda x: (x.parts, None), lambda _, xs: Pair(*xs))
+
+
+def test_the_state_of_a_rule_may_be_of_any_pytree_class():
+    init, skip, advance = lambda p: Pair(0.0, 1.0), lambda g, s, p: (False, ()), lambda s, o, k: s
+    step(gcx.skip_if(sgd, gcx.SkipRule(init, skip, advance)))
+
+
 def test_labels_in_a_dict_for_params_in_a_frozen_dict_say_what_to_do():
     frozen = pytest.importorskip("flax.core").FrozenDict
     with pytest.raises(TypeError, match="FrozenDict"):

@@ -87,8 +87,8 @@ def microbatched_value_and_grad(
         argnums: Positions of the differentiated arguments, which must not be split.
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
-        rng_argnums: Positions of random keys or pytrees of keys. Each micro-batch receives
-            different keys.
+        rng_argnums: Positions of the arguments that are random keys or pytrees of random keys. Each
+            micro-batch receives different keys.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
             gradient are then weighted means. The weights of all micro-batches are computed first,
             and each loss is multiplied by the ratio of its weight and the mean weight before it is
@@ -98,9 +98,9 @@ def microbatched_value_and_grad(
         reduction: Reduction of values and gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
             "concatenate", or None for the default in the table.
-        microbatch_transform: Function or gradient transformation, such as a clip, that is applied
-            to the gradient of each micro-batch. Its state is initialized for every micro-batch. The
-            gradient of every micro-batch is then all-reduced, so that weights and
+        microbatch_transform: Function or gradient transformation that is applied to the gradient of
+            each micro-batch, for example to clip it. Its state is initialized for every
+            micro-batch. The gradient of every micro-batch is then all-reduced, so that weights and
             `num_real_microbatches` must be equal on all devices.
 
     Returns:
@@ -244,7 +244,7 @@ class _MicroBatches(NamedTuple):
 def _bind(
     call: Callable[..., Any], split: Split, args: Sequence[Tree], transform: Transform | None
 ) -> _MicroBatches:
-    """Return the micro-batches of a call with these arguments."""
+    """Split the arguments of a call into micro-batches."""
     params = split.differentiated(args)
     if transform is not None:
         # A transformation needs the gradient of all devices in every iteration of the loop.

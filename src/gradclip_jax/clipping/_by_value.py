@@ -15,7 +15,10 @@ from ..norms._leaves import checked_leaves, wide_dtype
 
 
 class ClampState(NamedTuple):
-    """State of `clip_by_value`. It contains no arrays, but lets `scale_loss` detect the clip."""
+    """State of `clip_by_value`.
+
+    The state has no arrays. It shows `scale_loss` that gradients are clipped.
+    """
 
     is_clip = True
 
@@ -85,7 +88,7 @@ def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
 
 
 def _checked_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, Number | None]:
-    """Return the bounds as floats unless they are traced, or raise."""
+    """Check the bounds, and convert them to floats unless they are traced."""
     hint = "To clip a tree without a transformation, use `clip_grad_value(grads, max_value)`."
     high, low = check_number("max_value", max_value, hint), None
     if min_value is not None:

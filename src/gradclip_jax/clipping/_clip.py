@@ -35,7 +35,7 @@ class ClipState(NamedTuple):
         clip_factor: Factor that multiplies the update (the smallest one if several norms are
             clipped).
         clip_fraction: Fraction of the norms that were clipped, between 0 and 1.
-        rules: States of the threshold rules, each in a dictionary by the name of the rule.
+        rules: States of the threshold rules, in dictionaries keyed by the name of the rule.
     """
 
     grad_norm: Scalar | dict[str, Scalar]
@@ -266,7 +266,8 @@ def _summary_over_devices(
     smallest = jnp.stack([thresholds.min(UNBOUNDED), factors.min(1.0)])
     smallest = -max_over(-smallest, all_mesh_axes)
     bound, factor = jnp.where(smallest > -jnp.inf, smallest, jnp.nan)
-    # Each device counts its norms, divided by the number of their replicas.
+    # Each device counts its clipped norms and divides by the number of replicas, because the sum
+    # over devices counts each replica.
     columns = list(zip(factors.arrays, mesh_axes, strict=True))
     counts = [jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns]
     num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
@@ -276,5 +277,5 @@ def _summary_over_devices(
 
 
 def _is_clipped(factor: Array) -> Array:
-    """Return where a factor is not 1, which includes NaN."""
+    """Return a mask of the factors that are not 1; NaN counts as not 1."""
     return factor != 1

@@ -56,7 +56,7 @@ def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
 
 
 def _checked_factor(factor: Any, norm: Array) -> Array:
-    """Return the result of a user-defined reaction, clamped to [0, 1], or raise."""
+    """Check the result of a user-defined reaction, and clamp it to [0, 1]."""
     hint = "Return a factor in [0, 1] for each norm."
     is_real = any(jnp.issubdtype(dtype_of(factor), kind) for kind in (jnp.floating, jnp.integer))
     if not is_real or np.shape(factor) not in ((), norm.shape):

@@ -56,7 +56,7 @@ class Rule:
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
-        name: Name of the rule, by default that of `update` with the functions around it, such as
+        name: Name of the rule. The default is the qualified name of `update`, such as
             `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
 
     Examples:
@@ -140,7 +140,10 @@ def check_arity(argument: str, rule: Rule) -> None:
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
-    """Return the initial state by the name of the rule, with arrays that can be donated."""
+    """Return the initial state of a rule in a dictionary keyed by its name.
+
+    Its arrays can be donated.
+    """
     if rule.init is None:
         return ()
     # Each array has its own buffer.
@@ -165,7 +168,8 @@ def apply_rule(
     """
     if rule.init is None:
         return _call_rule(argument, rule, norm, norm, (), param_norm)[0], state
-    # States are float32, so a larger norm counts as the largest float32 and changes no state.
+    # Rules compute in float32. A norm above the float32 range is replaced by the largest float32,
+    # and the state does not change.
     value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
     old_state = state_of_rule(argument, rule.name, state)
     threshold, new_state = _call_rule(argument, rule, norm, value, old_state, param_norm)
@@ -186,7 +190,8 @@ def _call_rule(
 ) -> tuple[Array, Tree]:
     """Call the `update` of a rule with `value` in float32, and check its result.
 
-    The threshold gets the dtype and shape of `norm`, in which no threshold is the largest number.
+    The returned threshold has the dtype and shape of `norm`. The largest number of the dtype means
+    that there is no threshold.
     """
     given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
     result = rule.update(value.astype(jnp.float32), state, given)

@@ -58,9 +58,10 @@ def clip_by_norm(
             clipping), a traced scalar, a schedule of the step count, or a rule from
             `gcx.thresholds`. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
-        reaction: Factor of each norm, as in the table. A function receives finite norms >= 0 and
-            finite thresholds > 0, as scalars or arrays, and returns factors in [0, 1]. A concrete
-            factor outside this range raises, and a traced one is clamped to it.
+        reaction: How the factor of each norm is computed; see the table above. A function receives
+            finite norms >= 0 and finite thresholds > 0, as scalars or arrays, and returns factors
+            in [0, 1]. A concrete factor outside this range raises an error, and a traced one is
+            clamped to it.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
@@ -262,7 +263,8 @@ def clip_by_block_rms(
     transformation is the update clipping of Adafactor, `u / max(1, RMS(u) / threshold)`.
 
     Args:
-        threshold: Maximum RMS of a leaf, with the same types as `max_norm` of `clip_by_leaf_norm`.
+        threshold: Maximum root mean square of a leaf; see `max_norm` of `clip_by_leaf_norm` for the
+            accepted types.
         axis_name: See `clip_by_global_norm`.
         num_layer_axes: See `clip_by_leaf_norm`.
 
@@ -349,8 +351,8 @@ def autoclip(
 
     Try this adaptive clip first. It works at every gradient scale, and in docs/study.md its default
     was closer to the best fixed threshold than the default of any other rule. The paper's
-    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. A
-    percentile of 90 clips one of ten steps.
+    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. With a
+    percentile of 90, one of ten steps is clipped.
 
     Args:
         percentile: Percentile from 1 to 100, with linear interpolation as in

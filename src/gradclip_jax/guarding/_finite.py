@@ -1,4 +1,4 @@
-"""Whether arrays, gradients and computed steps are finite."""
+"""Check whether arrays, gradients and computed steps are finite."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_narrow(x: Array) -> bool:
 
 
 def has_finite_narrow_squares(tree: Tree, axis_name: AxisName) -> Scalar:
-    """Return whether the squares of narrow leaves, such as float16, are finite in their dtypes."""
+    """Return whether the squares of float16 and other narrow leaves are finite."""
     is_finite = jnp.bool_(True)
     leaves = inexact_leaves(tree)
     for dtype in {x.dtype: None for x in leaves if is_narrow(x)}:
@@ -113,7 +113,7 @@ def _parameter_of(path: Path, x: Array, shapes: dict[Path, tuple[int, ...]]) -> 
 
 
 def _without_measurements(state: Tree) -> Tree:
-    """Replace each state of this package by the inner state that it contains."""
+    """Replace each gradclip_jax state by the inner state that it contains."""
 
     def without(node: Tree) -> Tree:
         if not is_own_state(node):

@@ -106,7 +106,10 @@ def skip_nonfinite(
 
 
 def finite_guard(name: str, check: Check, trainable: Mask, axis_name: AxisName) -> Guard:
-    """Return a guard that rejects non-finite gradients and, with `check="step"`, steps."""
+    """Return a guard that rejects non-finite gradients.
+
+    With `check="step"`, it also rejects non-finite steps.
+    """
     check_choice("check", check, ("gradient", "step"))
 
     def check_micro_batch(

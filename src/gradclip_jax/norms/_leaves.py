@@ -50,8 +50,8 @@ def leaves_at(tree: Tree, places: Sequence[int]) -> list[Array]:
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
     """Flatten a tree, and raise unless its leaves are floating-point, complex or float0.
 
-    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis or in host memory
-    raise as well.
+    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis, or in host memory,
+    cause an error as well.
     """
     kind = jnp.floating if real else jnp.inexact
     given, structure = jax.tree.flatten(tree)
@@ -83,7 +83,7 @@ def _raise_invalid(argument: str, tree: Tree, kind: Any) -> None:
 
 
 def is_inexact(leaf: object) -> bool:
-    """Return whether a leaf is floating-point or complex, or a placeholder, which is no array.
+    """Return whether a leaf is floating-point, complex, or a placeholder that is not an array.
 
     `optax.tree.map_params` passes placeholders to `init`; `checked_leaves` rejects them.
     """

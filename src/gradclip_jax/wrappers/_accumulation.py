@@ -63,11 +63,11 @@ class AccumulationState(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
     def with_total(self, total: Tree) -> AccumulationState:
-        """Return the state with another sum of gradients."""
+        """Return the state after replacing the sum of gradients."""
         return self._replace(gradient=self.gradient._replace(total=total))
 
     def close_if(self, closes: Scalar | bool) -> AccumulationState:
-        """Return the state, with an empty window if `closes`."""
+        """Return the state; the window is empty if `closes` is true."""
         return self._replace(
             mini_step=jnp.where(closes, 0, self.mini_step),
             gradient=self.gradient.empty_if(closes),
@@ -97,7 +97,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def is_weighted(self) -> Scalar:
-        """Whether the weight is nonzero. A NaN weight counts, so that guards can reject it."""
+        """Whether the weight is nonzero. NaN is nonzero, so guards can reject it."""
         return self.weight != 0
 
 
@@ -129,7 +129,7 @@ class Accumulation(NamedTuple):
     def has_sum(self, state: AccumulationState) -> bool:
         """Return whether a state contains a sum of gradients.
 
-        A state that was saved with another `every` contains one, even if `every` is now 1.
+        If `every` was changed to 1 after the state was saved, the state still contains a sum.
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
@@ -174,14 +174,15 @@ class Accumulation(NamedTuple):
     def add(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch, arrived: Scalar
     ) -> tuple[AccumulationState, Scalar]:
-        """Add a micro-batch if it has arrived, and return whether the window closes.
+        """Add a micro-batch if `arrived` is true, and return whether the window closes.
 
-        It has arrived if it has a gradient, and if no guard rejected it.
+        `arrived` is true if the call has a gradient and no guard rejected it.
         """
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
-        # If `arrived`, then `mini_step > 0`, but XLA must not know this; see `summand`.
+        # `arrived` implies `mini_step > 0`; the comparison hides from XLA that the predicate may be
+        # constant, see `summand`.
         is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
@@ -211,12 +212,12 @@ class Accumulation(NamedTuple):
     def close(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch
     ) -> tuple[Tree, ExtraArgs, Tree]:
-        """Return the gradient of a window, its extra arguments, and the new value of its sum.
+        """Return the gradient and the extra arguments of a window, and a new buffer for its sum.
 
         `grads` and `batch` belong to the last micro-batch. The loss and the gradient of the window
-        replace the extra arguments `value` (or `loss`) and `grad`. The value of the sum no longer
-        matters, because the window becomes empty. It is replaced by the gradient, so that XLA
-        divides in place.
+        replace the extra arguments `value` (or `loss`) and `grad`. The old sum is no longer needed,
+        because the window becomes empty. The buffer contains the gradient, so that XLA computes the
+        mean in place.
         """
         buffer = state.gradient.total
         if self.has_sum(state):
@@ -227,7 +228,7 @@ class Accumulation(NamedTuple):
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:
-            # A call of `flush` may be the first one with a loss.
+            # The call of `flush` may be the first call to which a loss is passed.
             window_loss = state.loss.result(self.reduction)
             extra_args[name] = jnp.where(state.loss.weight > 0, window_loss, as_loss(name, value))
         if is_gradient(extra_args, gradient):

@@ -30,7 +30,7 @@ from ._extra_args import ExtraArgs
 from ._guard import Measure, has_any, params_of
 from ._skips import (
     Checked,
-    PlacedGuard,
+    IndexedGuard,
     Skips,
     check_gradient,
     check_step,
@@ -42,13 +42,13 @@ from ._wrappers import Wrappers
 
 
 class Call(NamedTuple):
-    """The wrappers and the arguments that all parts of a call share.
+    """The wrappers and those arguments of `update` that do not change during the call.
 
     Attributes:
         wrappers: The guards, the accumulation and the inner transformation.
         state: State before the call.
         outer_guards: The guards around the accumulation.
-        inner_guards: The guards inside the accumulation, or all guards without one.
+        inner_guards: The guards inside the accumulation; all guards if there is no accumulation.
         grads: The gradient as the caller passed it.
         measure: Function that measures the updates before they are added to the parameters, or
             None.
@@ -56,8 +56,8 @@ class Call(NamedTuple):
 
     wrappers: Wrappers
     state: WrapperState
-    outer_guards: list[PlacedGuard]
-    inner_guards: list[PlacedGuard]
+    outer_guards: list[IndexedGuard]
+    inner_guards: list[IndexedGuard]
     grads: Tree
     measure: Measure | None
 
@@ -102,7 +102,7 @@ def execute(
     in_place: bool = False,
     measure: Measure | None = None,
 ) -> tuple[Step, Tree, WrapperState]:
-    """Execute one call, and return the step, the parameters and the next state.
+    """Execute one call of `update`, and return the step, the parameters and the next state.
 
     With `in_place`, the updates are added to the parameters; otherwise the parameters are None.
 
@@ -121,15 +121,16 @@ def execute(
     | the gradient was only accumulated | unchanged | updated in guards that accepted it |
     | a skip, or a window without weight | + 1 | updated only in the guard that skipped |
 
-    Guards around an accumulation do not check micro-batches of weight 0. If a guard further inside,
-    such as in a chain, skips its step, the inner transformation counts as skipped.
+    Guards around an accumulation do not check micro-batches of weight 0. If the inner
+    transformation contains a guard, for example in a chain, and this guard skips, the step counts
+    as skipped.
     """
     with named(wrappers.name):
         wrappers.check_state(state)
         checked_leaves("updates", grads)
         if params is not None:
             check_same_structure(grads, params_of(params))
-    call = Call(wrappers, state, *wrappers.placed_guards(state), grads, measure)
+    call = Call(wrappers, state, *wrappers.indexed_guards(state), grads, measure)
     carry = Carry(params if in_place else None, state.inner_state)
     if wrappers.accumulation is not None:
         return _accumulate(call, params, carry, extra_args)
@@ -277,8 +278,8 @@ def _updates_for_caller(
 ) -> Tree:
     """Cast updates to the dtypes that the caller expects.
 
-    An accumulation or a loss scale computes the gradient `grads` in float32. The caller expects the
-    dtypes that the inner transformation returns for the gradient of the caller.
+    With an accumulation or a loss scale, `grads` is float32. The caller expects the dtypes that the
+    inner transformation would return for the original gradient.
     """
     if _dtypes(grads) == _dtypes(callers_grads):
         return updates
@@ -310,11 +311,11 @@ def _recorded(
     `flags` contains other flags of the outcome.
     """
 
-    def advanced(guards: Sequence[PlacedGuard], advances: Scalar | bool) -> tuple[GuardState, ...]:
+    def advanced(guards: Sequence[IndexedGuard], advances: Scalar | bool) -> tuple[GuardState, ...]:
         return tuple(
             [
-                guard.next_state(old, skips.of_guard(place), observed[place], advances)
-                for place, guard, old in guards
+                guard.next_state(old, skips.of_guard(position), observed[position], advances)
+                for position, guard, old in guards
             ]
         )
 
@@ -323,9 +324,9 @@ def _recorded(
     streak = increment_where(call.state.consecutive_skips, is_failure)
     streak = jnp.where(has_flag(outcome, CallOutcome.APPLIED), 0, streak)
     has_failed = jnp.bool_(False)
-    for place, guard, old in call.outer_guards + call.inner_guards:
+    for position, guard, old in call.outer_guards + call.inner_guards:
         if guard.has_failed is not None:
-            has_failed |= guard.has_failed(old.rule_state, has_any(skips.of_guard(place)))
+            has_failed |= guard.has_failed(old.rule_state, has_any(skips.of_guard(position)))
         if guard.max_consecutive_skips is not None:
             has_failed |= streak >= guard.max_consecutive_skips
     return after._replace(

@@ -36,8 +36,8 @@ It checks `grads`, whose norm is `norm`. `Guard.advance` receives the pytree `ob
 class Guard(NamedTuple):
     """A guard, which skips a step if one of its checks rejects it.
 
-    The functions do not depend on the accumulation or on other guards. `execute` calls them and
-    counts the skips. Their results must be equal on all devices.
+    The functions below do not depend on the accumulation or on other guards. `execute` calls them
+    and counts the skips. Their results must be equal on all devices.
 
     Attributes:
         name: Name of the public function, for errors and profiles.
@@ -80,7 +80,7 @@ class Guard(NamedTuple):
     ) -> tuple[Tree, ExtraArgs]:
         """Unscale a gradient, and set the leaves that are not trainable to zero.
 
-        An extra argument `grad` that is a gradient is unscaled as well.
+        The extra argument `grad` is unscaled as well if it has the structure of the gradient.
         """
         if self.unscale is not None:
             if is_gradient(extra_args, grads):

@@ -20,8 +20,9 @@ class Skips(NamedTuple):
     """Which guards skip, and why. Only the first guard that rejects a gradient or a step skips it.
 
     Attributes:
-        causes: Whether a guard skips for a cause, by the place of the guard and the cause, such as
-            `(0, "nonfinite")`. Guards that have not checked anything have no entries.
+        causes: Whether a guard skips for a cause. The keys consist of the position of the guard and
+            the cause, such as `(0, "nonfinite")`. Guards that have not checked anything have no
+            entries.
     """
 
     causes: dict[tuple[int, str], Scalar]
@@ -43,22 +44,22 @@ class Skips(NamedTuple):
             flags |= flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_skipped)
         return flags
 
-    def of_guard(self, place: int) -> dict[str, Scalar]:
-        """Return whether the guard at a place skips for each cause."""
-        return {cause: x for (guard, cause), x in self.causes.items() if guard == place}
+    def of_guard(self, position: int) -> dict[str, Scalar]:
+        """Return whether the guard with this position skips, for each cause."""
+        return {cause: x for (guard, cause), x in self.causes.items() if guard == position}
 
-    def rejected_by(self, place: int, rejections: Rejections) -> Skips:
-        """Add the rejections of the guard at a place, unless a guard has already skipped."""
+    def rejected_by(self, position: int, rejections: Rejections) -> Skips:
+        """Add the rejections of one guard, unless another guard already skips."""
         is_first = self.is_accepted
-        added = {(place, cause): jnp.asarray(x & is_first) for cause, x in rejections.items()}
+        added = {(position, cause): jnp.asarray(x & is_first) for cause, x in rejections.items()}
         return self.merged(Skips(added))
 
     def only_if(self, is_checked: Scalar) -> Skips:
-        """Return these skips if `is_checked` is true, otherwise no skips."""
+        """Return this object if `is_checked` is true, and otherwise one in which no guard skips."""
         return Skips({key: x & is_checked for key, x in self.causes.items()})
 
     def merged(self, others: Skips) -> Skips:
-        """Return the union of the skips in two checks."""
+        """Combine the results of two checks."""
         causes = dict(self.causes)
         for key, is_skipped in others.causes.items():
             causes[key] = causes[key] | is_skipped if key in causes else is_skipped
@@ -70,10 +71,10 @@ def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
     return jnp.where(is_set, jnp.int32(int(flag)), 0)
 
 
-class PlacedGuard(NamedTuple):
-    """A guard, its place among all guards from the outermost to the innermost, and its state."""
+class IndexedGuard(NamedTuple):
+    """A guard, its position among all guards from the outermost to the innermost, and its state."""
 
-    place: int
+    position: int
     guard: Guard
     state: GuardState
 
@@ -83,9 +84,10 @@ class Checked(NamedTuple):
 
     Attributes:
         grads: The gradient, unscaled and masked.
-        extra_args: The extra arguments, in which a gradient `grad` is unscaled as well.
+        extra_args: The extra arguments, in which `grad` is unscaled as well.
         skips: Which guards skip the gradient.
-        observed: Second result of the check of each guard by its place; see `Guard.advance`.
+        observed: For each guard, the second result of its check, keyed by position; see
+            `Guard.advance`.
         norm: Norm of the gradient that the first of these guards checked; None without guards.
     """
 
@@ -97,7 +99,7 @@ class Checked(NamedTuple):
 
 
 def check_gradient(
-    guards: Sequence[PlacedGuard],
+    guards: Sequence[IndexedGuard],
     grads: Tree,
     params: Tree,
     extra_args: ExtraArgs,
@@ -108,37 +110,37 @@ def check_gradient(
     """Prepare and check a gradient with each of the guards."""
     observed: dict[int, Tree] = {}
     norms: list[Scalar] = []
-    for place, guard, state in guards:
+    for position, guard, state in guards:
         check = (is_micro_batch and guard.check_micro_batch) or guard.check
         with named(guard.name):
             grads, extra_args = guard.prepare(grads, extra_args, state.rule_state, params)
             norms.append(guard.norm(grads))
             given = grads, norms[-1], state.rule_state, params, extra_args
-            rejections, observed[place] = check(*given)
-        skips = skips.rejected_by(place, rejections)
+            rejections, observed[position] = check(*given)
+        skips = skips.rejected_by(position, rejections)
     norm = norms[0].astype(jnp.float32) if norms else None
     return Checked(grads, extra_args, skips, observed, norm)
 
 
 def check_window(
-    guards: Sequence[PlacedGuard], grads: Tree, params: Tree, extra_args: ExtraArgs
+    guards: Sequence[IndexedGuard], grads: Tree, params: Tree, extra_args: ExtraArgs
 ) -> Skips:
     """Check the gradient of a window with the guards around the accumulation.
 
     Micro-batches, and not windows, update the states of these guards.
     """
     skips = Skips({})
-    for place, guard, state in guards:
+    for position, guard, state in guards:
         if guard.checks_window:
             with named(guard.name):
                 given = grads, guard.norm(grads), state.rule_state, params, extra_args
                 rejections, _ = guard.check(*given)
-            skips = skips.rejected_by(place, rejections)
+            skips = skips.rejected_by(position, rejections)
     return skips
 
 
 def check_step(
-    guards: Sequence[PlacedGuard],
+    guards: Sequence[IndexedGuard],
     updates: Tree,
     before: Tree,
     after: Tree,
@@ -146,9 +148,9 @@ def check_step(
     skips: Skips,
 ) -> Skips:
     """Check a computed step and the inner states before and after it."""
-    for place, guard, _ in guards:
+    for position, guard, _ in guards:
         if guard.check_step is not None:
             with named(guard.name):
                 rejections = guard.check_step(updates, before, after, params)
-            skips = skips.rejected_by(place, rejections)
+            skips = skips.rejected_by(position, rejections)
     return skips

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._checks import (
+    check_same_structure,
+    check_transformation,
+    check_values,
+    is_scalar,
+    shortened,
+)
 from .._clip_order import check_clip_order
 from .._errors import public, type_error, warn
 from .._metrics import metric_names
@@ -43,7 +49,7 @@ class InPlaceUpdate:
 @as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
-    """The `update` function of a transformation inside guards or an accumulation.
+    """The `update` function of guards and an accumulation.
 
     The function is a callable object instead of a closure, so that another guard can read and
     extend its `wrappers`, even if a trainer has rebuilt the transformation from `init` and
@@ -72,7 +78,7 @@ class WrapperUpdate(InPlaceUpdate):
 def wrap(
     wrapper: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    """Wrap a transformation, or add another wrapper if it is already wrapped."""
     if isinstance(wrapper, Guard):
         arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
         check_guard_arguments(inner, *arguments)
@@ -110,7 +116,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
+        TypeError: If `tx` is not a gradient transformation, or if it clips scaled gradients.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -126,6 +132,8 @@ def apply_gradients(
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
+    for name, tree in (("grads", grads), ("state", state), ("params", params)):
+        check_values(name, tree)
     _warn_of_unread_weight(extra_args, state)
     check_clip_order(state)
     _check_order(grads, state, params)

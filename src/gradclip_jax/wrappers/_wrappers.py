@@ -17,16 +17,16 @@ from .._states import find_states
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._guard import Guard, params_of
-from ._skips import PlacedGuard
+from ._skips import IndexedGuard
 from ._state import GuardState, WrapperState
 
 
 class Wrappers(NamedTuple):
-    """Guards and an accumulation that are directly around a transformation.
+    """Guards and at most one accumulation that wrap a transformation.
 
     Attributes:
-        name: The public function of the outermost guard or accumulation, for errors.
-        inner: Transformation inside all guards and the accumulation.
+        name: Name of the public function that created the outermost wrapper, for error messages.
+        inner: The transformation that the guards and the accumulation wrap.
         outer_guards: Guards around the accumulation, from the outermost to the innermost.
         accumulation: The accumulation, or None.
         inner_guards: Guards inside the accumulation; all guards if there is no accumulation.
@@ -54,10 +54,10 @@ class Wrappers(NamedTuple):
             return named_wrappers._replace(outer_guards=(wrapper, *self.outer_guards))
         return named_wrappers._replace(inner_guards=(wrapper, *self.inner_guards))
 
-    def placed_guards(self, state: WrapperState) -> tuple[list[PlacedGuard], list[PlacedGuard]]:
-        """Return the outer and the inner guards with their places and their states."""
+    def indexed_guards(self, state: WrapperState) -> tuple[list[IndexedGuard], list[IndexedGuard]]:
+        """Return the outer and the inner guards, each with its position and its state."""
         states = state.outer_guards + state.inner_guards
-        guards = list(map(PlacedGuard, itertools.count(), self.all_guards, states))
+        guards = list(map(IndexedGuard, itertools.count(), self.all_guards, states))
         num_outer = len(self.outer_guards)
         return guards[:num_outer], guards[num_outer:]
 
@@ -95,7 +95,7 @@ class Wrappers(NamedTuple):
             raise type_error("state", "the state of this transformation", got, hint)
 
     def _check_nesting(self, guards: tuple[GuardState, ...], inner_state: Tree) -> None:
-        """Raise if a guard is around a chain with an accumulation, or around a loss scale."""
+        """Raise an error if a guard wraps a loss scale or a chain with an accumulation."""
         names = metric_names(inner_state)
         has_inner_scale = any(hasattr(guard.rule_state, "loss_scale") for guard in guards[1:])
         if has_inner_scale or (guards and "loss_scale" in names):
@@ -111,7 +111,7 @@ class Wrappers(NamedTuple):
         ):
             _raise_nested_accumulations()
         if has_accumulation:
-            # The guard would check micro-batches only, and could not close a window.
+            # The guard would only check micro-batches, and never the gradient of a window.
             rule = "a transformation without an accumulation inside a chain or another wrapper"
             hint = (
                 "Place the guard directly around the accumulation, as in `optax.chain(clip, "
