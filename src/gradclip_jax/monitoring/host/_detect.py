@@ -100,40 +100,39 @@ class Findings(NamedTuple):
     """The measurements of one step, and the results of the detection rules for them.
 
     Attributes:
-        place: Number of rows before this one.
         row: The row; its taps are float[taps, 3] in the order of `tap_names`.
         tap_names: Names of the activations and the cotangents of the taps.
-        rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         thresholds: The smallest values that would be outliers, by column.
+        loss_rise: A lasting rise of the loss, or None.
+        place: Number of rows before this one.
+        rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         unit_rises: The entries of `rises` for the gradient norms of leaves or layers.
         tap_rises: The entries of `rises` for the RMS values of tapped activations.
         drifts: Logarithms of the ratios by which gradient norms have risen permanently, for the
             tree and each unit; 0 without a rise.
-        is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
-        is_zero_loss: Whether the loss has become 0.
-        loss_rise: A lasting rise of the loss, or None.
+        is_zero: Whether the gradient norms of the tree and of each unit, and the loss, have become
+            0.
         has_grown: Whether the loss may be a value loss, which grows with the return of a policy.
         is_starving: Whether the factor of a clip has been almost 0 for a long time.
     """
 
-    place: int
     row: Rows
     tap_names: list[str]
-    rises: HostArray
     thresholds: HostArray
+    loss_rise: LossRise | None
+    place: int
+    rises: HostArray
     unit_rises: HostArray
     tap_rises: HostArray
     drifts: HostArray
-    is_zero_norm: HostArray
-    is_zero_loss: bool
-    loss_rise: LossRise | None
+    is_zero: HostArray
     has_grown: bool
     is_starving: bool
 
     @property
     def is_bad_loss(self) -> bool:
         """Whether the loss is an outlier, is not finite, has become 0, or has diverged."""
-        is_outlier = self.rises[LOG_LOSS] or self.rises[LOSS] or self.is_zero_loss
+        is_outlier = self.rises[LOG_LOSS] or self.rises[LOSS] or self.is_zero[-1]
         has_exploded = self.loss_rise is not None and self.loss_rise.has_exploded
         return bool(is_outlier or has_exploded or not math.isfinite(self.row.loss))
 
@@ -155,8 +154,8 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
     elif x.unit_rises.any():
         text = f"relative gradient norm rose {_ratio(x.unit_rises)} times"
         yield Fault("leaf", text, x.unit_rises)
-    if x.is_zero_norm.any():
-        yield Fault("zero", "the gradient has become zero", x.is_zero_norm[1:])
+    if x.is_zero[:-1].any():
+        yield Fault("zero", "the gradient has become zero", x.is_zero[1:-1])
     if x.drifts.any():
         text = f"gradient norm slowly rose {_ratio(x.drifts)} times"
         yield Fault("drift", text, x.drifts[1:])
@@ -254,33 +253,21 @@ class Detector:
             rises[:, column] += rows.has(flag)
         zeros = np.column_stack([gradient, loss])
         is_zero = self.zeros.compare(zeros == 0, abs(zeros) > 0)
-        units = self.outliers.units
-        drifts = self._drifts(values[:, [TREE]], values[:, units])
-        loss_rises, has_grown = self._loss_rises(rows)
-        is_starving, flags = self._is_starving(rows), rows.has(_REPORTED)
+        unit_rises, tap_rises = rises[:, self.outliers.units], rises[:, self.outliers.taps]
+        drifts = self._drifts(values[:, [TREE]], values[:, self.outliers.units])
+        (loss_rises, has_grown), is_starving = self._loss_rises(rows), self._is_starving(rows)
         is_bad = ~np.isfinite(np.column_stack([rows.norms[:, :, 0], rows.loss]))
-        found = np.column_stack([rises, is_zero, drifts, is_starving, flags, is_bad])
+        found = np.column_stack([rises, is_zero, drifts, is_starving, rows.has(_REPORTED), is_bad])
         found[list(loss_rises)] = True
+        place = self.count + np.arange(len(values))
+        columns = place, rises, unit_rises, tap_rises, drifts, is_zero, has_grown, is_starving
         for t in np.flatnonzero(np.any(found, axis=1)).tolist():
-            thresholds = self.outliers.thresholds(t)
-            for limit, (column, flag) in zip(rows.limits[t], skips.items(), strict=True):
-                if rows.outcome[t] & flag and limit != 0:  # it is 0 in rows of a log
+            row, thresholds = rows.take(t)._replace(taps=taps[t]), self.outliers.thresholds(t)
+            for limit, (column, flag) in zip(row.limits, skips.items(), strict=True):
+                if row.outcome & flag and limit != 0:  # it is 0 in rows of a log
                     thresholds[column] = limit
-            yield Findings(
-                place=self.count + t,
-                row=rows.take(t)._replace(taps=taps[t]),
-                tap_names=self.tap_names,
-                rises=rises[t],
-                thresholds=thresholds,
-                unit_rises=rises[t, units],
-                tap_rises=rises[t, self.outliers.taps],
-                drifts=drifts[t],
-                is_zero_norm=is_zero[t, :-1],
-                is_zero_loss=bool(is_zero[t, -1]),
-                loss_rise=loss_rises.get(t),
-                has_grown=bool(has_grown[t]),
-                is_starving=bool(is_starving[t]),
-            )
+            known = row, self.tap_names, thresholds, loss_rises.get(t)
+            yield Findings(*known, *(column[t] for column in columns))
         self.count += len(values)
 
     def _drifts(self, tree: HostArray, units: HostArray) -> HostArray:
