@@ -60,7 +60,11 @@ def compiled_together(cases: dict[Any, Case]) -> tuple[dict[Any, Any], dict[Any,
 
 
 def interleaved(
-    cases: dict[str, Case], repetitions: int, group: int = 1, warmup: int = 1
+    cases: dict[str, Case],
+    repetitions: int,
+    group: int = 1,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times all cases in turn, A B C A B C, in one process; `group` steps make a repetition."""
     steps, compiled = compiled_together(cases)
@@ -78,9 +82,9 @@ def interleaved(
     gc.collect()
     for _ in range(repetitions):
         for name, found in seconds.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(run(name, group))
-            found.append(time.perf_counter() - start)
+            found.append(clock() - start)
     return {
         name: Timing(np.asarray(seconds[name]), *_memory(x), x.as_text())
         for name, x in compiled.items()
