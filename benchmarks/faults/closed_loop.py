@@ -37,8 +37,8 @@ import gradclip_jax as gcx
 from benchmarks import _report
 from benchmarks.faults._models import normal, weights
 from benchmarks.faults.detect import scaled_by_fault
-from gradclip_jax.monitoring._lines import lines_with
-from gradclip_jax.monitoring._log import read_columns
+from gradclip_jax.monitoring.host._lines import lines_with
+from gradclip_jax.monitoring.host._log import read_columns
 
 STEPS, READ_EVERY, LANES = 400, 25, 32
 BATCHES, HELD_OUT = 1000, 64

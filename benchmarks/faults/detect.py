@@ -26,8 +26,8 @@ import optax
 
 import gradclip_jax as gcx
 from benchmarks.faults._models import MODELS
-from gradclip_jax.monitoring._detect import Detector
-from gradclip_jax.monitoring._rows import Outcome, names_of, read_stack
+from gradclip_jax.monitoring._rows import Outcome, names_of, unpack_rows
+from gradclip_jax.monitoring.host._detect import Detector
 
 WARM_UP, AT, STEPS = 400, 5, 80
 
@@ -246,7 +246,7 @@ class Scores:
 
     def __init__(self, run, rows):
         self.name, self.units, self.rows = run.model.__name__, run.names.units, rows
-        self.names = read_stack(rows["clean"][0], run.names)[1]
+        self.names = unpack_rows(rows["clean"][0], run.names)[1]
         self.table = collections.defaultdict(lambda: np.zeros(3, int))
         self.detector = Detector(self.names)
         self.alarms = self.read(rows["clean"][0], self.detector)
@@ -258,7 +258,7 @@ class Scores:
 
     def read(self, stack, detector=None):
         """Return the incidents in a stack of rows, by default after those of the warm-up."""
-        rows = read_stack(stack, self.names)[0]
+        rows = unpack_rows(stack, self.names)[0]
         found = (detector or copy.deepcopy(self.detector)).update(rows)
         return [x._replace(step=int(x.step - rows.step[0])) for x in found]
 

@@ -31,10 +31,10 @@ import urllib.request
 import numpy as np
 
 from benchmarks._report import table
-from gradclip_jax.monitoring._detect import Detector
-from gradclip_jax.monitoring._lines import to_rows
-from gradclip_jax.monitoring._log import parse_file, read_columns
-from gradclip_jax.monitoring._policy import Policy
+from gradclip_jax.monitoring.host._detect import Detector
+from gradclip_jax.monitoring.host._lines import to_rows
+from gradclip_jax.monitoring.host._log import parse_file, read_columns
+from gradclip_jax.monitoring.host._policy import Policy
 
 TOLERANCE, GAP, SOON, EVERY, SAVE_EVERY = 2, 8, 12, 25, 100
 GITHUB = "https://raw.githubusercontent.com"

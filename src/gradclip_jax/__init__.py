@@ -40,8 +40,8 @@ from .clipping._transform import clip_by_block_rms as clip_by_block_rms
 from .clipping._transform import clip_by_global_norm as clip_by_global_norm
 from .clipping._transform import clip_by_group_norm as clip_by_group_norm
 from .clipping._transform import clip_by_leaf_norm as clip_by_leaf_norm
-from .clipping._transform import clip_by_norm as clip_by_norm, clip_by_value as clip_by_value
-from .clipping._transform import clip_grad_value as clip_grad_value
+from .clipping._by_value import clip_by_value as clip_by_value, clip_grad_value as clip_grad_value
+from .clipping._transform import clip_by_norm as clip_by_norm
 from .clipping._transform import adagc as adagc, adaptive_grad_clip as adaptive_grad_clip
 from .clipping._transform import autoclip as autoclip, zclip as zclip
 
@@ -62,6 +62,6 @@ from .guarding._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .guarding._loss_scale import scale_loss as scale_loss
 
 from .monitoring._watch import last_row as last_row, watch as watch
-from .monitoring._monitor import Monitor as Monitor, incidents as incidents
+from .monitoring.host._monitor import Monitor as Monitor, incidents as incidents
 
 from .conversion._convert_state import convert_state as convert_state

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(log: str, prefix: str | None) -> None:
     """Print incidents and a summary, and write the plot."""
     monitor = read_log(log, prefix=prefix)
-    # The first and the last incident of each streak, and each NaN that begins inside it.
+    # Print only the first and the last incident of a streak, and every incident at which NaN values
+    # appear.
     found = monitor.incidents
     for i, incident in enumerate(found):
         is_last = i + 1 == len(found) or found[i + 1].streak == 1

@@ -5,7 +5,7 @@ transformations, and the state of a transformation inside a guard is in the fiel
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any
 
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
@@ -14,48 +14,28 @@ from ._errors import type_error, warn
 from ._states import is_own_state
 from ._types import Path, Tree
 
-Order: TypeAlias = Literal["before", "after", "unknown", "unrelated"]
-"""Whether a clip receives a gradient before or after a loss scale divides it."""
 
-_CLIP_INSIDE: Final = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
-"""How to order a clip and a loss scale."""
-
-
-def check_clip_order(state: Tree) -> None:
-    """Raise if a clip receives scaled gradients, and warn if it may receive them."""
-    order = _first_order(state)
-    if order == "before":
-        rule = "a state without a clip before the loss scale in the same chain"
-        raise type_error("state", rule, "one with a clip of scaled gradients", _CLIP_INSIDE)
-    _warn_of(order)
-
-
-def warn_of_clip_order(state: Tree) -> None:
-    """Warn if a clip receives scaled gradients, or may receive them."""
-    _warn_of(_first_order(state))
-
-
-def _warn_of(order: Order) -> None:
-    """Warn if this order of a clip is wrong, or may be wrong."""
-    if order == "before":
-        warn(f"A clip receives scaled gradients. {_CLIP_INSIDE}")
-    elif order == "unknown":
-        place = "If it comes before the loss scale in the named chain"
-        warn(f"A clip may receive scaled gradients. {place}: {_CLIP_INSIDE}")
-
-
-def _first_order(state: Tree) -> Order:
-    """Return the order of the clip that comes first; "unrelated" without one."""
+def check_clip_order(state: Tree, *, raises: bool = True) -> None:
+    """Raise or warn if a clip receives scaled gradients, and warn if it may receive them."""
     scales = _paths(state, lambda node: is_own_state(node) and hasattr(type(node), "loss_scale"))
-    found: list[Order] = ["unrelated"]
-    for clip in _paths(state, _is_clip) if scales else ():
-        orders = {_order(clip, scale) for scale in scales}
-        found.append(next(x for x in ("after", "before", "unknown", "unrelated") if x in orders))
-    return next(x for x in ("before", "unknown", "after", "unrelated") if x in found)
+    orders: set[str] = set()
+    for clip in _paths(state, _is_clip):
+        found = {_order(clip, scale) for scale in scales}
+        # One loss scale before a clip is enough.
+        orders |= found if "after" not in found else set()
+    hint = "Clip unscaled gradients: `dynamic_loss_scale(optax.chain(clip, optimizer))`."
+    if "before" in orders and raises:
+        rule = "a state without a clip before the loss scale in the same chain"
+        raise type_error("state", rule, "one with a clip of scaled gradients", hint)
+    if "before" in orders:
+        warn(f"A clip receives scaled gradients. {hint}")
+    elif "unknown" in orders:
+        place = "If it comes before the loss scale in the named chain"
+        warn(f"A clip may receive scaled gradients. {place}: {hint}")
 
 
-def _order(clip: Path, scale: Path) -> Order:
-    """Compare a clip with a loss scale; "unrelated" in groups of a partition."""
+def _order(clip: Path, scale: Path) -> str:
+    """Return whether a clip is "before" or "after" a loss scale, "unrelated" or "unknown"."""
     i = next(i for i, keys in enumerate(zip(clip, scale, strict=False)) if keys[0] != keys[1])
     ours: Any = clip[i]
     theirs: Any = scale[i]

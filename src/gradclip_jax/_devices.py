@@ -1,6 +1,6 @@
 """Workarounds for specific backends and JAX versions, which do not change results.
 
-Only this module and `_run_if.py` branch on the backend. Other modules only contain comments where
+Only this module and `_run_if.py` branch on the backend. In other modules, comments explain where
 XLA requires a certain form of an operation. The pages `*-gpu-steps.md` and `workarounds.md` in
 `benchmarks/results` compare training steps with and without each workaround. If JAX is newer than
 the version in the docstring of a workaround, measure the workaround again.
@@ -67,11 +67,11 @@ def stackable(
 ) -> list[list[int]]:
     """Return lists of the indices of arrays that can be stacked.
 
-    Two indices are in one list if their arrays have equal types in each column, and if their labels
-    are equal. If an array of the first column has more than `max_size` elements, its index is alone
-    in its list.
+    Indices belong to the same list if the arrays have equal types in each column, and if the labels
+    are equal. An array in the first column with more than `max_size` elements is not stacked; its
+    list has only one index.
 
-    The index of an array that may be sharded is alone as well. If arrays of different shardings are
+    Arrays that may be sharded are not stacked either. If arrays of different shardings are
     stacked, XLA changes the sharding of their producers, and may gather a gradient and its moments.
     """
     indices: dict[Hashable, list[int]] = {}
@@ -86,7 +86,7 @@ def stackable(
 def stack(arrays: Sequence[Array], indices: Sequence[Sequence[int]]) -> list[Array]:
     """Stack the arrays at each list of indices, as returned by `stackable`.
 
-    An array whose list contains no other index is returned unchanged.
+    If a list contains only one index, the array is returned unchanged.
     """
     stacks: list[Array] = []
     for first, *rest in indices:
@@ -96,7 +96,9 @@ def stack(arrays: Sequence[Array], indices: Sequence[Sequence[int]]) -> list[Arr
 
 
 def broadcast_scalar(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Return the scalar once for each array; on GPU, small arrays get an element of a vector.
+    """Return a copy of the scalar for each array.
+
+    On GPU, the copy for a small array is an element of a vector.
 
     XLA merges GPU kernels that read the same vector, but not kernels that read the same scalar (JAX
     0.11.2). For large arrays, merged kernels are slower.
@@ -113,7 +115,9 @@ def broadcast_scalar(scalar: Array, arrays: Sequence[Array]) -> list[Array]:
 
 
 def map_arrays(fun: Callable[..., Array], *columns: Sequence[Array]) -> list[Array]:
-    """Return `list(map(fun, *columns))` for an elementwise function, using stacks on GPU and TPU.
+    """Return `list(map(fun, *columns))` for an elementwise function.
+
+    On GPU and TPU, arrays are stacked first.
 
     A GPU or TPU runs the operations on each scalar as separate kernels. On a CPU, XLA would compile
     one kernel for each index of a stack, which takes several times as long (JAX 0.10.2).

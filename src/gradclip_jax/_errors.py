@@ -1,6 +1,6 @@
 """Errors for invalid arguments, which begin with the name of the public function, and warnings.
 
-All messages have this format:
+Messages about values have this format:
 
     <function>: <argument> must be <rule>, got <value>[ at <path>]. <next step>
 
@@ -15,8 +15,8 @@ import os
 import pathlib
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -58,11 +58,10 @@ def value_error(argument: str, rule: str, got: object, hint: str) -> ArgumentVal
 
 def warn(message: str) -> None:
     """Emit a warning at the innermost line outside of this package, JAX, Optax and `contextlib`."""
-    files: list[Any] = [__file__, jax.__file__, optax.__file__]
-    internal = (contextlib.__file__, *(f"{pathlib.Path(file).parent}{os.sep}" for file in files))
-    frame, level = inspect.currentframe(), 1
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(internal):
-        frame, level = frame.f_back, level + 1
+    folders = [pathlib.Path(file).parent for file in (__file__, jax.__file__, optax.__file__)]
+    internal = contextlib.__file__, *(f"{folder}{os.sep}" for folder in folders)
+    files = [frame.filename for frame in inspect.stack(context=0)]
+    level = next((i for i, file in enumerate(files, 1) if not file.startswith(internal)), 1)
     warnings.warn(message, stacklevel=level)
 
 
@@ -70,8 +69,9 @@ def warn(message: str) -> None:
 def named(function: str) -> Generator[None]:
     """Name a part of a training step by its public function, in errors and in profiles.
 
-    Enclosing public functions, such as `apply_gradients`, do not replace the name. An error that
-    a public function inside this part raised keeps the name of that function.
+    This context manager is also a decorator. Enclosing public functions, such as
+    `apply_gradients`, do not replace the name. An error that a public function inside this part
+    raised keeps the name of that function.
     """
     try:
         with jax.named_scope(function):
@@ -89,16 +89,16 @@ def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     returns a function or a transformation, that is a part of a training step; see `named`.
     """
     name = fun.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
-    signature = inspect.signature(fun)
 
     @functools.wraps(fun)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> Any:
         try:
-            _check_names(signature, args, kwargs)
             result = fun(*args, **kwargs)
         except ArgumentError as error:
-            if not error.is_final:
-                error.function = name
+            error.function = error.function if error.is_final else name
+            raise
+        except TypeError:
+            _check_signature(name, inspect.signature(fun), *args, **kwargs)
             raise
         if isinstance(result, optax.GradientTransformation):
             return type(result)(*[_part_of_step(name, x) for x in result])
@@ -117,40 +117,20 @@ def _part_of_step(name: str, result: Any) -> Any:
 
     @functools.wraps(result)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Optimistix compares the variables of closures, so `named(name)` must not be one.
         with named(name):
             return result(*args, **kwargs)
 
     return call
 
 
-_OTHER_NAMES: Final = {
-    "mask": "trainable",
-    "every_k_schedule": "every",
-    "norm_type": "ord",
-    "clipnorm": "max_norm",
-    "global_clipnorm": "max_norm",
-    "max_consecutive_errors": "max_consecutive_skips",
-}
-"""A mapping from argument names of other libraries and earlier versions to current names."""
-
-
-def _check_names(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Raise an error that suggests the right name if an argument does not exist."""
-    with contextlib.suppress(TypeError):
+def _check_signature(name: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
+    """Raise an error that lists the arguments of a function if it cannot be called like this."""
+    try:
         signature.bind(*args, **kwargs)
-        return
-    kinds = {x.name: x.kind for x in signature.parameters.values()}
-    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} & {*kinds.values()}:
-        return
-    keyword_only = [x for x, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
-    unknown = [x for x in kwargs if x not in kinds]
-    if unknown:
-        right = _OTHER_NAMES.get(unknown[0])
-        hint = f"Pass `{right}=`." if right in kinds else f"Arguments: {', '.join(kinds)}."
-        raise type_error(unknown[0], "an argument of this function", "an unknown name", hint)
-    if keyword_only and len(args) > len(kinds) - len(keyword_only):
-        names = " or ".join(f"`{x}=`" for x in keyword_only)
-        got = f"{len(args)} positional arguments"
-        raise type_error(keyword_only[0], "passed by name", got, f"Pass {names}.")
+    except TypeError as error:
+        parameters = signature.parameters.values()
+        names = [f"`{x.name}=`" if x.kind is x.KEYWORD_ONLY else f"`{x.name}`" for x in parameters]
+        mistake = ArgumentTypeError(f"{error}. Arguments: {', '.join(names)}.")
+        mistake.function = name
+        raise mistake from None

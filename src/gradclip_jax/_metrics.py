@@ -1,4 +1,4 @@
-"""The metrics of all states of this package in an optimizer state."""
+"""Metrics of all gradclip_jax states in an optimizer state."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._checks import check_optimizer_state
-from ._clip_order import warn_of_clip_order
+from ._clip_order import check_clip_order
 from ._errors import public
 from ._states import own_states, plain_arrays
 from ._types import Array, Path, Tree
@@ -42,12 +42,12 @@ def metrics(state: Tree) -> dict[str, Array]:
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    Each number has one key. Directly nested guards share one state, and their
-    skips are added. If several clips or other states have the same metric, the path of the state is
-    appended to the key, as in `clip_factor/0` and `clip_factor/2` for two clips in a chain. The key
-    without a path then contains the sum of skips, the largest `consecutive_skips` and
-    `guard_failed`, and the smallest `skip_threshold` and `loss_threshold`. When clipping by group,
-    the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
+    Each number has one key. Directly nested guards share one state and one count of skips. If
+    several states have the same metric, the path of the state is appended to the key, as in
+    `clip_factor/0` and `clip_factor/2` if a chain contains two clipping transformations. In this
+    case, the key without a path is the sum for counts of skips, the maximum for `consecutive_skips`
+    and `guard_failed`, and the minimum for `skip_threshold` and `loss_threshold`. When clipping by
+    group, the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
     `grad_norm`.
 
     Args:
@@ -71,11 +71,16 @@ def metrics(state: Tree) -> dict[str, Array]:
         5.0
     """
     check_optimizer_state(state)
+    return collect_metrics(plain_arrays(state))
+
+
+def collect_metrics(state: Tree) -> dict[str, Array]:
+    """Implement `metrics` for an optimizer state whose leaves are arrays."""
     entries: dict[str, list[tuple[Path, Array]]] = {}
-    for path, name, value in own_metrics(plain_arrays(state)):
+    for path, name, value in own_metrics(state):
         entries.setdefault(name, []).append((path, value))
     if "loss_scale" in entries:
-        warn_of_clip_order(state)
+        check_clip_order(state, raises=False)
     out: dict[str, Array] = {}
     for name, found in entries.items():
         out |= _outermost_norms(found) if name == "grad_norm" else _keyed_by_path(name, found)
@@ -115,7 +120,7 @@ def _partition_label(path: Path) -> str | None:
 
 
 def _keyed_by_path(name: str, found: Sequence[tuple[Path, Array]]) -> dict[str, Array]:
-    """Return the values of a metric by path if there are several, and their combination."""
+    """Return the value of a metric for each path if there are several, and the combined value."""
     out: dict[str, Array] = {}
     if len(found) > 1:
         for path, value in found:

@@ -40,14 +40,6 @@ class StableAdamWState(NamedTuple):
     nu: Tree
 
 
-class _LeafStep(NamedTuple):
-    """The update of a leaf, and its next moments."""
-
-    update: Array
-    mu: Array
-    nu: Array
-
-
 @public
 def stable_adamw(
     learning_rate: Number | optax.Schedule,
@@ -121,9 +113,9 @@ def stable_adamw(
             rate = call_schedule("learning_rate", rate, state.step_count)
         decays = [_with_bias_correction(b, count.astype(jnp.float32)) for b in (b1, b2)]
 
-        def step(grad: Array, mu: Array, nu: Array, param: Array) -> _LeafStep:
+        def step(grad: Array, mu: Array, nu: Array, param: Array) -> tuple[Array, Array, Array]:
             if is_float0(grad):
-                return _LeafStep(grad, mu, nu)
+                return grad, mu, nu
             grad, mu, nu, param = map(jnp.asarray, (grad, mu, nu, param))
             dtype = nu.dtype
             wide, d1, d2 = (x.astype(dtype) for x in (grad, *decays))
@@ -134,18 +126,15 @@ def stable_adamw(
             direction = mu / (jnp.sqrt(jnp.maximum(nu, tiny)) + eps)
             direction += weight_decay * param.astype(dtype)
             update = -rate / jnp.maximum(1, _rms(ratio, axis_name) / clipping) * direction
-            return _LeafStep(update.astype(grad.dtype), mu, nu)
+            return update.astype(grad.dtype), mu, nu
 
-        steps = jax.tree.map(step, updates, state.mu, state.nu, params)
-        parts = [jax.tree.map(lambda x, i=i: x[i], steps, is_leaf=_is_leaf_step) for i in range(3)]
-        return parts[0], StableAdamWState(count, *parts[1:])
+        trees = updates, state.mu, state.nu, params
+        steps = [step(*xs) for xs in zip(*map(jax.tree.leaves, trees), strict=True)]
+        structure = jax.tree.structure(updates)
+        out, mu, nu = (structure.unflatten([x[i] for x in steps]) for i in range(3))
+        return out, StableAdamWState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
-
-
-def _is_leaf_step(node: object) -> bool:
-    """Return whether a node is the result of the step of one leaf."""
-    return isinstance(node, _LeafStep)
 
 
 def _zero_moment(param: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Find, read and replace the states of this package in an optimizer state.
+"""Find, read and replace gradclip_jax states in an optimizer state.
 
 Classes of states have these members, which are read wherever a state is nested:
 
@@ -27,7 +27,7 @@ def is_own_state(node: object) -> bool:
 
 
 def own_states(state: Tree, path: Path = ()) -> Iterator[tuple[Path, Tree]]:
-    """Yield `(path, state)` for every state of this package, from the outermost to the innermost.
+    """Yield `(path, state)` for every gradclip_jax state, from the outermost to the innermost.
 
     A path omits the field `inner_state` of these states, so that it is short enough for the key of
     a metric.
@@ -51,7 +51,7 @@ def find_states(state: Tree, kind: type) -> list[tuple[Path, Tree]]:
 
 
 def replace_states(state: Tree, kind: type, replace: Callable[[Tree], Tree]) -> Tree:
-    """Apply `replace` to the outermost states of a type."""
+    """Apply `replace` to each state of the given type that is not inside another one."""
 
     def visit(node: Tree) -> Tree:
         return replace(node) if isinstance(node, kind) else node
@@ -60,7 +60,10 @@ def replace_states(state: Tree, kind: type, replace: Callable[[Tree], Tree]) -> 
 
 
 def state_of_rule(argument: str, name: str, state: Tree) -> Tree:
-    """Return the state of a rule from a dictionary by the name of the rule, or raise."""
+    """Return the state of a rule from a dictionary keyed by rule names.
+
+    Raise an error if it is missing.
+    """
     if not isinstance(state, Mapping) or name not in state:
         hint = "Pass the state of this transformation, or convert it with `gcx.convert_state`."
         raise type_error(

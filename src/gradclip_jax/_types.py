@@ -50,8 +50,8 @@ _Class = TypeVar("_Class", bound=type)
 def as_pytree(cls: _Class) -> _Class:
     """Register a dataclass of functions and options as a pytree whose leaves are its fields.
 
-    Optimistix treats a transformation as a pytree. Because its functions are leaves, it can replace
-    the arrays that they contain, such as a learning rate, without a new trace. It also creates
+    Optimistix treats a transformation as a pytree. Because functions are leaves, an array that a
+    function contains, such as a learning rate, can be replaced without retracing. JAX also creates
     instances with placeholders as leaves, so `unflatten` does not call `__post_init__`.
     """
     names = [field.name for field in dataclasses.fields(cls)]

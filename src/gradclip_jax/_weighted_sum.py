@@ -2,8 +2,8 @@
 
 mean = sum(weight_i * x_i) / sum(weight_i)
 
-The same sum accumulates gradients and losses over calls, and gradients and outputs over the
-micro-batches of one call.
+This class is used both for gradients and losses that are accumulated over several calls, and for
+gradients and outputs of micro-batches within one call.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class WeightedSum(NamedTuple):
     ) -> WeightedSum:
         """Add a tree times its weight if `is_added`, which must not be a compile-time constant.
 
-        The addition is not conditional, because the host of a GPU would wait for its predicate.
-        Trees that are not added may contain NaN. A weight of None means 1 and omits the product.
-        Pass `is_zeroed=True` only if the total of an empty sum is 0. Without a selection, XLA can
-        move the all-reduce of a gradient out of a loop over micro-batches.
+        The addition is computed unconditionally, because otherwise the host would have to wait for
+        a predicate on GPU. NaN values in a tree that is not added are ignored. If the weight is
+        None, the tree is added without multiplication. Pass `is_zeroed=True` only if `total` is
+        zero whenever the sum is empty. XLA can then move the all-reduce of a gradient out of a loop
+        over micro-batches.
         """
         is_empty = self.weight == 0
         added_weight = jnp.where(is_added, jnp.float32(1) if weight is None else weight, 0)
@@ -79,7 +80,7 @@ class WeightedSum(NamedTuple):
         return jax.tree.map(divide, self.total)
 
     def empty_if(self, is_emptied: Scalar | bool) -> WeightedSum:
-        """Return an empty sum if `is_emptied`, otherwise the same sum."""
+        """Return an empty sum if `is_emptied` is true; otherwise return this sum unchanged."""
         return self._replace(weight=jnp.where(is_emptied, 0, self.weight))
 
 

@@ -217,12 +217,17 @@ def test_a_concrete_weight_of_nan_is_skipped_by_a_guard(weight):
 
 @pytest.mark.slow
 @needs_eight_devices
-def test_an_accumulation_of_explicitly_sharded_gradients_runs_outside_jit():
+@pytest.mark.parametrize(
+    ("wrap", "first"),
+    [(lambda inner: accumulate(inner, 2), 1), (nonfinite, jnp.nan), (GUARDS["step"], jnp.nan)],
+    ids=["accumulation", "guard", "step"],
+)
+def test_wrappers_of_explicitly_sharded_gradients_run_outside_jit(wrap, first):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    tx = accumulate(optax.adafactor(0.1), 2)
+    tx = wrap(optax.adafactor(0.1))
     with jax.sharding.set_mesh(mesh):
         params = {"w": jax.device_put(jnp.ones((256, 128)), P("x", None))}
-        run(tx, [(params, {})] * 2, params)
+        run(tx, [({"w": first * params["w"]}, {}), (params, {})], params, jit=False)
 
 
 def test_flush_accepts_arguments_without_a_hash():

@@ -108,6 +108,11 @@ MISTAKES = {
     "loss of a whole batch": (lambda: gcx.per_example.value_and_grad(loss_of_batch, 1.0)(jnp.ones((2, 1)), jnp.ones((3, 2))), r"x\[None\]"),
     "nonfinite_leaves in jit": (lambda: jax.jit(gcx.diagnostics.nonfinite_leaves)(PARAMS), "`tree`.*outside `jit`.*Return"),
     "pairwise aux": (lambda: microbatched(lambda p, x: (p * x.sum(), x[:, None] * x), 2, has_aux=True)(1.0, jnp.ones(4)), "`aux_reduction`"),
+    "integer with too many digits": (lambda: gcx.clip_by_global_norm(10**5000), "^clip_by_global_norm: `max_norm`.*bits"),
+    "large integer of a rule": (clipped_to(update=lambda n, s, p: (10**400, s)), "^clip_by_global_norm: `max_norm`"),
+    "string as the state of a rule": (clipped_to(init=lambda norm: "a"), "^clip_by_global_norm: `init`"),
+    "string as the state of a guard": (skip_rule(init=lambda p: "a"), "^skip_if: `init`"),
+    "transformation of micro-batches uncalled": (lambda: microbatched(lambda p, x: p * x.sum(), 2, microbatch_transform=optax.adam)(1.0, jnp.ones(4)), "`microbatch_transform`.*Call"),
     "weight of flush": (lambda: gcx.flush(accumulate(sgd, 2), accumulate(sgd, 2).init(PARAMS), PARAMS, weight=1.0), "`weight`"),
     "axis of heads": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, jnp.ones(4), head_axis="a"), "`head_axis`"),
     "logits": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, "a"), "`max_logits`"),
@@ -156,6 +161,31 @@ def test_a_donated_state_of_other_transformations_is_named_as_such(name):
     tx = gcx.stable_adamw(1.0) if name == "stable_adamw" else getattr(gcx, name)()
     with pytest.raises(ValueError, match="donated"):
         step(tx, donated(tx))
+
+
+@pytest.mark.parametrize("argument", ["grads", "state", "params"])
+def test_apply_gradients_names_a_donated_argument_of_an_optimizer_of_optax(argument):
+    tx = optax.adam(1.0)
+    arguments = {"grads": PARAMS, "state": tx.init(PARAMS), "params": PARAMS}
+    arguments[argument] = jax.tree.map(jnp.array, arguments[argument])
+    jax.tree.map(lambda x: x.delete(), arguments[argument])
+    with pytest.raises(ValueError, match=f"^apply_gradients: `{argument}`.*donated"):
+        gcx.apply_gradients(tx, **arguments)
+
+
+class Pair:
+    """A pytree whose class does not define equality."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+
+jax.tree_util.register_pytree_node(Pair, lambda x: (x.parts, None), lambda _, xs: Pair(*xs))
+
+
+def test_the_state_of_a_rule_may_be_of_any_pytree_class():
+    init, skip, advance = lambda p: Pair(0.0, 1.0), lambda g, s, p: (False, ()), lambda s, o, k: s
+    step(gcx.skip_if(sgd, gcx.SkipRule(init, skip, advance)))
 
 
 def test_labels_in_a_dict_for_params_in_a_frozen_dict_say_what_to_do():

@@ -12,8 +12,15 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import call_user, check_callable, check_choice, check_transformation
-from .._errors import public
+from .._checks import (
+    call_user,
+    check_callable,
+    check_choice,
+    check_transformation,
+    shapes_of,
+    shortened,
+)
+from .._errors import public, type_error
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, sum_dtype
@@ -80,8 +87,8 @@ def microbatched_value_and_grad(
         argnums: Positions of the differentiated arguments, which must not be split.
         has_aux: Whether `fun` returns auxiliary data.
         batch_argnums: Positions of the arguments that are split along the first axis of each leaf.
-        rng_argnums: Positions of random keys or pytrees of keys. Each micro-batch receives
-            different keys.
+        rng_argnums: Positions of the arguments that are random keys or pytrees of random keys. Each
+            micro-batch receives different keys.
         has_weight: Whether `fun` returns a weight, which is converted to float32; value and
             gradient are then weighted means. The weights of all micro-batches are computed first,
             and each loss is multiplied by the ratio of its weight and the mean weight before it is
@@ -91,9 +98,9 @@ def microbatched_value_and_grad(
         reduction: Reduction of values and gradients; see `accumulate_gradients`.
         aux_reduction: Prefix tree of aux, with values "mean" (weighted), "sum", "last",
             "concatenate", or None for the default in the table.
-        microbatch_transform: Function or gradient transformation, such as a clip, that is applied
-            to the gradient of each micro-batch. Its state is initialized for every micro-batch. The
-            gradient of every micro-batch is then all-reduced, so that weights and
+        microbatch_transform: Function or gradient transformation that is applied to the gradient of
+            each micro-batch, for example to clip it. Its state is initialized for every
+            micro-batch. The gradient of every micro-batch is then all-reduced, so that weights and
             `num_real_microbatches` must be equal on all devices.
 
     Returns:
@@ -212,7 +219,12 @@ class _MicroBatches(NamedTuple):
             grads, _ = transform.update(grads, transform.init(params), params)
         else:
             name = "microbatch_transform"
-            grads = call_user(name, name, transform, grads)
+            transformed = call_user(name, name, transform, grads)
+            if shapes_of(transformed) != shapes_of(grads):
+                rule = "a function that returns a tree with the shapes of the gradient"
+                hint = "Call a factory, as in `optax.clip(1.0)`."
+                raise type_error(name, rule, shortened(transformed), hint)
+            grads = transformed
         return outputs, jax.tree.map(scaled, grads)
 
     def whole_aux(self) -> Tree:
@@ -232,7 +244,7 @@ class _MicroBatches(NamedTuple):
 def _bind(
     call: Callable[..., Any], split: Split, args: Sequence[Tree], transform: Transform | None
 ) -> _MicroBatches:
-    """Return the micro-batches of a call with these arguments."""
+    """Split the arguments of a call into micro-batches."""
     params = split.differentiated(args)
     if transform is not None:
         # A transformation needs the gradient of all devices in every iteration of the loop.

@@ -25,9 +25,10 @@ def noise_scale(
         tr(Sigma) ~ mean((small - big) / (1/small_batch - 1/big_batch))
         |G|^2 ~ mean((big_batch * big - small_batch * small) / (big_batch - small_batch))
 
-    Both estimates are unbiased but noisy, so average them over many steps: pass the values of all
-    steps of a log. Gradient accumulation provides both: the norms of the micro-batches, and the
-    norm of their mean. `per_example.norms` provides the norms for a `small_batch` of 1.
+    Both estimates are unbiased but noisy, so average them over many steps: pass arrays with the
+    values of all logged steps. Gradient accumulation provides both: the gradient norms of the
+    micro-batches, and the norm of the mean gradient. `per_example.norms` provides the norms for a
+    `small_batch` of 1.
 
     | case | scale |
     | --- | --- |

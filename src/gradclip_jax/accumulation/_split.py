@@ -127,21 +127,17 @@ def bind_split(
     num_real: Number | None = None,
 ) -> Split:
     """Return how the arguments of a call are split, or raise if they cannot be split."""
-    given = {"batch_argnums": batch_argnums, "rng_argnums": rng_argnums, "argnums": argnums}
-    hint = "Pass positions as for `jax.grad`."
-    positions = {name: check_positions(name, value, hint) for name, value in given.items()}
-    if not positions["argnums"]:
-        raise value_error("argnums", "at least one position", shortened(argnums), hint)
-    _check_num_args(len(args), given, positions)
-    absolute = {name: tuple(i % len(args) for i in found) for name, found in positions.items()}
     split = Split(
         num_parts=int(num_parts),
         num_real=_as_count(num_parts if num_real is None else num_real),
-        argnums=absolute["argnums"],
-        batch_argnums=absolute["batch_argnums"],
-        rng_argnums=absolute["rng_argnums"],
+        argnums=_positions("argnums", argnums, len(args)),
+        batch_argnums=_positions("batch_argnums", batch_argnums, len(args)),
+        rng_argnums=_positions("rng_argnums", rng_argnums, len(args)),
         has_one_argnum=not np.ndim(argnums),
     )
+    if not split.argnums:
+        hint = "Pass the position of the parameters."
+        raise value_error("argnums", "at least one position", shortened(argnums), hint)
     for i in split.argnums:
         _check_differentiable(f"args[{i}]", args[i])
         if i in split.batch_argnums:
@@ -159,15 +155,14 @@ def bind_split(
     return split._replace(part_size=size // split.num_parts)
 
 
-def _check_num_args(
-    num_args: int, given: Mapping[str, object], positions: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise if a position, which may be negative, is out of range of the positional arguments."""
-    needed = max(-i if i < 0 else i + 1 for found in positions.values() for i in found)
-    if num_args < needed:
+def _positions(argument: str, value: int | Sequence[int], num_args: int) -> tuple[int, ...]:
+    """Return positions of arguments, which may be negative, as numbers >= 0, or raise."""
+    positions = check_positions(argument, value, "Pass positions as for `jax.grad`.")
+    if any(not -num_args <= i < num_args for i in positions):
+        rule = f"positional arguments that include `{argument}={value}`"
         hint = "Pass the parameters and the batch by position, not by keyword."
-        got = f"{num_args} for " + ", ".join(f"{name}={value}" for name, value in given.items())
-        raise type_error("args", f"at least {needed} positional arguments", got, hint)
+        raise type_error("args", rule, f"{num_args} positional arguments", hint)
+    return tuple(i % num_args for i in positions)
 
 
 def _check_differentiable(argument: str, tree: Tree) -> None:

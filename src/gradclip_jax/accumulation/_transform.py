@@ -54,8 +54,8 @@ def accumulate_gradients(
 
     The loss, a scalar passed as `value` or `loss`, must be equal on all devices. If the call that
     closes the window receives a loss, the inner optimizer receives the weighted mean of the losses
-    of the window instead, or their weighted sum with `reduction="sum"`. An argument `grad`
-    that is a gradient is replaced by the gradient of the window in the same way. Other extra
+    of the window instead, or their weighted sum with `reduction="sum"`. If the argument `grad` has
+    the structure of the gradient, the gradient of the window replaces it as well. Other extra
     arguments are forwarded unchanged: the `value_fn` of a line search must be the loss of the whole
     window.
 

@@ -8,12 +8,12 @@ import numpy as np
 import optax
 
 from .._checks import (
+    ARRAY_LIKE,
     check_arrays,
     check_one_run,
     check_optimizer_state,
     check_transformation,
     describe,
-    is_array_like,
     is_float0,
     is_traced,
 )
@@ -52,7 +52,7 @@ def flush(
     """Run the inner optimizer on the mean gradient of an unfinished accumulation window.
 
     Use this function at the end of an epoch whose number of micro-batches is not a multiple of
-    `every`. It changes only accumulations and the transformations inside them:
+    `every`. Only the states of accumulations and of the transformations inside them change:
 
     | part of `tx` | result |
     | --- | --- |
@@ -93,7 +93,7 @@ def flush(
     arrays = plain_arrays(state)
     _accumulations(arrays)
     # Outside jit, constants would be transferred to the device one by one.
-    is_traceable = all(map(is_array_like, jax.tree.leaves(extra_args)))
+    is_traceable = all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(extra_args))
     close = _jitted_flush if is_traceable else _flush
     updates, flushed = close(tx, arrays, plain_arrays(params), extra_args)
     return with_structure_of(params, updates), with_structure_of(state, flushed)
@@ -125,7 +125,7 @@ _jitted_flush = jax.jit(_flush, static_argnums=0)
 
 
 def _zeros_outside(windows: list[AccumulationState], updates: Tree) -> Tree:
-    """Replace the updates of parameters that no accumulation contains by zeros.
+    """Set the updates to zero for parameters whose gradients are not accumulated.
 
     If a wrapper such as `optax.flatten` renamed the parameters, all updates are returned unchanged.
     """
@@ -151,7 +151,7 @@ def _without_outcomes(state: Tree) -> Tree:
 
 
 def _with_windows(old: Tree, new: Tree) -> Tree:
-    """Return the old state with the new states of `watch` and of all accumulations."""
+    """Replace the states of `watch` and of all accumulations by the new ones."""
 
     def select(old: Tree, new: Tree) -> Tree:
         if isinstance(old, WrapperState):
@@ -226,7 +226,10 @@ def accumulation_stats(state: Tree) -> AccumulationStats:
 
 
 def _accumulations(state: Tree, *, only: bool = False) -> list[AccumulationState]:
-    """Return all accumulations in a state; raise if there are none, or several with `only`."""
+    """Return all accumulations in a state.
+
+    Raise an error if there are none, or if `only` is true and there are several.
+    """
     check_optimizer_state(state)
     windows = [window for _, window in find_states(state, AccumulationState)]
     if not windows or (only and len(windows) > 1):

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
-from .._devices import broadcast_scalar
 from .._errors import public, type_error
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
-from ..norms._groups import PerGroup
+from ..norms._groups import PerGroup, tree_groups
 from ..norms._leaves import checked_leaves, inexact_leaves_or_placeholders, norm_dtype
 from ..norms._mesh import MeshAxes, check_axis_name, max_over, num_devices, shard_axes, sum_over
 from ..norms._reduce import group_norms, norm_of_leaves, root_mean_squares
@@ -36,7 +35,7 @@ class ClipState(NamedTuple):
         clip_factor: Factor that multiplies the update (the smallest one if several norms are
             clipped).
         clip_fraction: Fraction of the norms that were clipped, between 0 and 1.
-        rules: States of the threshold rules, each in a dictionary by the name of the rule.
+        rules: States of the threshold rules, in dictionaries keyed by the name of the rule.
     """
 
     grad_norm: Scalar | dict[str, Scalar]
@@ -108,9 +107,9 @@ def clip_grad_norm(
     else:
         grad_norm = _checked_norm(norm).astype(dtype)
     factor = scale_factor(grad_norm, jnp.asarray(limit, dtype))
-    factor = _nan_unless(factor, jnp.isfinite(grad_norm))
-    factors = broadcast_scalar(factor, leaves.arrays)
-    return leaves.replace(list(map(scale_leaf, leaves.arrays, factors))), grad_norm
+    factors = PerGroup([factor], tree_groups(leaves.arrays))
+    clipped = _scale_leaves(leaves.arrays, factors, jnp.isfinite(grad_norm))
+    return leaves.replace(clipped), grad_norm
 
 
 def _checked_norm(norm: Number) -> Array:
@@ -228,16 +227,14 @@ def _metrics(
     """
     is_finite = jnp.isfinite(total)
     mesh_axes = [shard_axes(x, axis_name) for x in factors.arrays]
+    summary = _summary(thresholds, factors, is_finite)
     if any(mesh_axes):
         summary = _summary_over_devices(thresholds, factors, mesh_axes, is_finite)
-    else:
-        summary = _summary(thresholds, factors, is_finite)
-    bound, factor, fraction = summary
-    metrics: Any = total, bound, factor, fraction
+    metrics: Any = total, *summary
     if factors.groups.labels:
         bounds = thresholds.map(functools.partial(jnp.minimum, UNBOUNDED))
         reported = factors.map(_nan_unless, is_finite)
-        metrics = norms.by_label(), bounds.by_label(), reported.by_label(), fraction
+        metrics = norms.by_label(), bounds.by_label(), reported.by_label(), summary[2]
     return optax.tree.cast(metrics, jnp.float32)
 
 
@@ -269,7 +266,8 @@ def _summary_over_devices(
     smallest = jnp.stack([thresholds.min(UNBOUNDED), factors.min(1.0)])
     smallest = -max_over(-smallest, all_mesh_axes)
     bound, factor = jnp.where(smallest > -jnp.inf, smallest, jnp.nan)
-    # Each device counts its norms, divided by the number of their replicas.
+    # Each device counts its clipped norms and divides by the number of replicas, because the sum
+    # over devices counts each replica.
     columns = list(zip(factors.arrays, mesh_axes, strict=True))
     counts = [jnp.sum(_is_clipped(x)) / num_devices(all_mesh_axes - axes) for x, axes in columns]
     num_clipped = sum_over(jnp.sum(jnp.stack(counts)), all_mesh_axes)
@@ -279,5 +277,5 @@ def _summary_over_devices(
 
 
 def _is_clipped(factor: Array) -> Array:
-    """Return where a factor is not 1, which includes NaN."""
+    """Return a mask of the factors that are not 1; NaN counts as not 1."""
     return factor != 1

@@ -14,7 +14,7 @@ import numpy as np
 from .._checks import call_user, check_choice, describe, dtype_of, is_traced, shortened
 from .._devices import fusion_barrier
 from .._errors import type_error, value_error
-from .._types import Array, Number, Tree
+from .._types import Array, Tree
 from ..norms._leaves import wide_dtype
 
 Reaction: TypeAlias = Literal["scale", "zero"] | Callable[[Array, Array], Array]
@@ -56,7 +56,7 @@ def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
 
 
 def _checked_factor(factor: Any, norm: Array) -> Array:
-    """Return the result of a user-defined reaction, clamped to [0, 1], or raise."""
+    """Check the result of a user-defined reaction, and clamp it to [0, 1]."""
     hint = "Return a factor in [0, 1] for each norm."
     is_real = any(jnp.issubdtype(dtype_of(factor), kind) for kind in (jnp.floating, jnp.integer))
     if not is_real or np.shape(factor) not in ((), norm.shape):
@@ -98,19 +98,3 @@ def _product_jvp(primals: Tree, tangents: Tree) -> tuple[Array, Array]:
     slope = dx.astype(wide) * safe_factor.astype(wide)
     slope += safe_x.astype(wide) * dfactor.astype(wide)
     return _product(x, factor), slope.astype(x.dtype)
-
-
-def clamp_leaf(x: Array, high: Number, low: Number | None) -> Array:
-    """Clamp to [low, high] or [-high, high] in at least float32; NaN remains NaN.
-
-    If `high` <= 0, the result is zero.
-    """
-    wide = x.astype(wide_dtype(x.dtype))
-    bound = jnp.asarray(high, wide.dtype)
-    high = jnp.maximum(bound, 0)
-    if low is None:
-        low = -high
-    else:
-        low = jnp.where(bound > 0, jnp.minimum(jnp.asarray(low, wide.dtype), high), 0)
-    is_within = (wide >= low) & (wide <= high)
-    return jnp.where(is_within, x, jnp.clip(wide, low, high).astype(x.dtype))

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import (
+    ARRAY_LIKE,
     check_axis,
     check_count,
     check_number,
     check_static,
     describe,
     dtype_of,
-    is_array_like,
     leaf_path,
 )
 from .._errors import public, type_error, value_error
@@ -75,7 +75,7 @@ def clip_cotangent(x: Array, max_norm: Number, *, axis: int | Sequence[int] | No
     """
     limit = check_number("max_norm", max_norm, "Pass inf to disable clipping.")
     axes = check_axis(axis)
-    if not (is_array_like(x) and jnp.issubdtype(dtype_of(x), jnp.inexact)):
+    if not (isinstance(x, ARRAY_LIKE) and jnp.issubdtype(dtype_of(x), jnp.inexact)):
         hint = "Integers are not differentiable; for a tree, use `jax.tree.map`."
         raise type_error("x", "a floating or complex array", describe(x), hint)
     x = jnp.asarray(x)
@@ -180,7 +180,9 @@ def qk_clip(
     check_static("head_axis", head_axis)
     head_axis = check_count("head_axis", head_axis, hint, low=-64, high=63)
     hint = "Pass one number for each query head, the maximum over all other axes."
-    is_real = is_array_like(max_logits) and jnp.issubdtype(dtype_of(max_logits), jnp.floating)
+    is_real = isinstance(max_logits, ARRAY_LIKE) and jnp.issubdtype(
+        dtype_of(max_logits), jnp.floating
+    )
     if not is_real or np.ndim(max_logits) != 1:
         error = value_error if is_real else type_error
         raise error("max_logits", "a floating-point vector", describe(max_logits), hint)

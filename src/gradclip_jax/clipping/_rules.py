@@ -26,6 +26,8 @@ from .._checks import (
 from .._errors import public, type_error
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number, Tree
+from ..norms._reduce import norm_of_leaves
+from ._formula import scale_factor
 from ._threshold import Rule
 
 
@@ -153,7 +155,7 @@ def zscore(
     Args:
         z_threshold: Maximum z-score of a norm that is not clipped; a positive number.
         decay: Decay rate of the moving averages, at least 0 and below 1.
-        warmup_steps: Number of norms in the initial mean and variance, >= 1.
+        warmup_steps: Number of norms from which the initial mean and variance are computed, >= 1.
         relearn_after: Number of consecutive outliers after which unclipped norms update the
             averages, >= 1.
 
@@ -181,7 +183,8 @@ def zscore(
 
     def update(norm: Array, state: ZscoreState, param_norm: object) -> tuple[Array, ZscoreState]:
         is_warm = state.norm_count >= warmup_steps
-        # The authors' code adds 1e-6, with which norms below 1e-6 would never be outliers.
+        # The authors' code adds 1e-6 to the standard deviation, so norms below 1e-6 would never
+        # count as outliers.
         spread = state.std + 1e-6 * jnp.abs(state.mean)
         z = (norm - state.mean) / jnp.maximum(spread, 1e-30)
         is_outlier = is_warm & (z > z_threshold)
@@ -261,7 +264,7 @@ class WindowState(NamedTuple):
 def _window_rule(
     name: str, window: Count, threshold_of: Callable[[WindowState, WindowState], Array]
 ) -> Rule:
-    """Return a rule with the threshold `threshold_of(before, after)`.
+    """Return a rule that computes thresholds from the window of recent norms.
 
     The arguments are the window of norms before and after the current step.
     """
@@ -442,3 +445,20 @@ def capped(rule: Rule, max_threshold: Number) -> Rule:
         return jnp.minimum(threshold, jnp.float32(bound)), state
 
     return dataclasses.replace(rule, update=update)
+
+
+def adagc_rule(relative: Number, absolute: Number, decay: Number, warmup_steps: int) -> Rule:
+    """Return the rule of `adagc`, which limits the global norm during the warm-up."""
+    relative = check_number("relative", relative, "The paper uses 1.05.")
+    bound = check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
+    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
+
+    def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
+        # `norms` is the vector of the norms of all leaves.
+        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(bound, UNBOUNDED))
+        scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
+        thresholds, state = rule.update(scaled, state, None)
+        # In the warm-up, the threshold of a norm is its value after clipping by global norm.
+        return jnp.where(scaled < norms, scaled, thresholds), state
+
+    return dataclasses.replace(rule, update=update, name="adagc")

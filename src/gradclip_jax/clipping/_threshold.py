@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from .._checks import (
     call_schedule,
+    check_arrays,
     check_callable,
     check_dtype_kept,
     check_flag,
@@ -55,7 +56,7 @@ class Rule:
         allow_negative: Whether `update` supports negative values, such as losses.
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
-        name: Name of the rule, by default that of `update` with the functions around it, such as
+        name: Name of the rule. The default is the qualified name of `update`, such as
             `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
 
     Examples:
@@ -139,11 +140,16 @@ def check_arity(argument: str, rule: Rule) -> None:
 
 
 def init_state(rule: Rule, shape: Sequence[int] = ()) -> Tree:
-    """Return the initial state by the name of the rule, with arrays that can be donated."""
+    """Return the initial state of a rule in a dictionary keyed by its name.
+
+    Its arrays can be donated.
+    """
     if rule.init is None:
         return ()
     # Each array has its own buffer.
-    return {rule.name: jax.tree.map(jnp.array, rule.init(jnp.zeros(shape, jnp.float32)))}
+    state = rule.init(jnp.zeros(shape, jnp.float32))
+    check_arrays("init", state)
+    return {rule.name: jax.tree.map(jnp.array, state)}
 
 
 def apply_rule(
@@ -161,18 +167,12 @@ def apply_rule(
     `is_finite` says whether the norms that this rule does not receive are finite.
     """
     if rule.init is None:
-        value, old_state = norm, ()
-    else:
-        # States are float32, so a larger norm counts as the largest float32 and changes no state.
-        value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
-        old_state = state_of_rule(argument, rule.name, state)
-    given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
-    result = rule.update(value.astype(jnp.float32), old_state, given)
-    threshold, new_state = _checked_result(argument, result, norm, old_state)
-    if norm.dtype == jnp.float64:
-        threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
-    if rule.init is None:
-        return threshold, state
+        return _call_rule(argument, rule, norm, norm, (), param_norm)[0], state
+    # Rules compute in float32. A norm above the float32 range is replaced by the largest float32,
+    # and the state does not change.
+    value = jnp.where(jnp.isfinite(norm), jnp.clip(norm, -UNBOUNDED, UNBOUNDED), 0)
+    old_state = state_of_rule(argument, rule.name, state)
+    threshold, new_state = _call_rule(argument, rule, norm, value, old_state, param_norm)
     is_updated = rule.counts_nonfinite | (is_finite & jnp.all(jnp.abs(norm) <= UNBOUNDED))
 
     def select(new: Array, old: Array) -> Array:
@@ -185,24 +185,36 @@ def apply_rule(
     return threshold, {rule.name: jax.tree.map(select, new_state, old_state)}
 
 
-def _checked_result(argument: str, result: Any, norm: Array, state: Tree) -> tuple[Array, Tree]:
-    """Return the threshold, with the dtype and shape of the norms, and the next state, or raise."""
+def _call_rule(
+    argument: str, rule: Rule, norm: Array, value: Array, state: Tree, param_norm: Array | None
+) -> tuple[Array, Tree]:
+    """Call the `update` of a rule with `value` in float32, and check its result.
+
+    The returned threshold has the dtype and shape of `norm`. The largest number of the dtype means
+    that there is no threshold.
+    """
+    given = param_norm.astype(jnp.float32) if rule.uses_params and param_norm is not None else None
+    result = rule.update(value.astype(jnp.float32), state, given)
     if not (isinstance(result, tuple) and len(result) == 2):
-        rule = "a rule that returns a threshold and the next state"
-        raise type_error(argument, rule, describe(result), "Return a tuple from `Rule.update`.")
+        must = "a rule that returns a threshold and the next state"
+        raise type_error(argument, must, describe(result), "Return a tuple from `Rule.update`.")
     threshold, new_state = result
     hint = "Return a threshold and the next state from `Rule.update`."
     dtype = dtype_of(threshold)
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real or np.shape(threshold) not in ((), norm.shape):
-        rule = f"a rule that returns a threshold like {describe(norm)}"
-        raise type_error(argument, rule, describe(threshold), hint)
+        must = f"a rule that returns a threshold like {describe(norm)}"
+        raise type_error(argument, must, describe(threshold), hint)
     if jax.tree.structure(new_state) != jax.tree.structure(state):
-        rule = f"a rule that returns a state like {shortened(state)}"
-        raise type_error(argument, rule, shortened(new_state), hint)
+        must = f"a rule that returns a state like {shortened(state)}"
+        raise type_error(argument, must, shortened(new_state), hint)
+    if isinstance(threshold, int):
+        threshold = check_number(argument, threshold, hint, "[-inf, inf]")
     threshold = jnp.asarray(threshold, norm.dtype)
     if norm.ndim and not threshold.ndim:
         threshold = threshold + jnp.zeros_like(norm)  # with the sharding of the norms
+    if norm.dtype == jnp.float64:
+        threshold = jnp.where(threshold >= UNBOUNDED, jnp.finfo(norm.dtype).max, threshold)
     return threshold, new_state
 
 

@@ -1,25 +1,20 @@
-"""Public transformations that clip by norm or by value."""
+"""Public transformations that clip by norm."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from .._checks import check_number, is_traced
-from .._errors import public, value_error
-from .._types import UNBOUNDED, Array, AxisName, Count, Labels, Number, Order, Tree
+from .._checks import check_number
+from .._errors import public
+from .._types import AxisName, Count, Labels, Number, Order, Tree
 from ..norms._granularity import Granularity, group, layer
 from ..norms._granularity import axis as axis_granularity
-from ..norms._leaves import checked_leaves
-from ..norms._reduce import norm_of_leaves
 from ._clip import norm_clip
-from ._formula import Reaction, clamp_leaf, scale_factor
-from ._rules import EmaState, capped, ema, relative_to_params, zscore
+from ._formula import Reaction
+from ._rules import adagc_rule, capped, relative_to_params, zscore
 from ._rules import percentile as percentile_rule
 from ._threshold import Threshold
 
@@ -63,9 +58,10 @@ def clip_by_norm(
             clipping), a traced scalar, a schedule of the step count, or a rule from
             `gcx.thresholds`. For groups, also a mapping from label to threshold.
         granularity: Which elements share one norm.
-        reaction: Factor of each norm, as in the table. A function receives finite norms >= 0 and
-            finite thresholds > 0, as scalars or arrays, and returns factors in [0, 1]. A concrete
-            factor outside this range raises, and a traced one is clamped to it.
+        reaction: How the factor of each norm is computed; see the table above. A function receives
+            finite norms >= 0 and finite thresholds > 0, as scalars or arrays, and returns factors
+            in [0, 1]. A concrete factor outside this range raises an error, and a traced one is
+            clamped to it.
         ord: Order of the norm: 1, 2 or inf. None means 2.
         axis_name: Mapped axes over which every leaf is sharded, required where the array's type
             does not carry the sharding (`pmap`, or `shard_map` with `check_vma=False`). Omit axes
@@ -267,7 +263,8 @@ def clip_by_block_rms(
     transformation is the update clipping of Adafactor, `u / max(1, RMS(u) / threshold)`.
 
     Args:
-        threshold: Maximum RMS of a leaf, with the same types as `max_norm` of `clip_by_leaf_norm`.
+        threshold: Maximum root mean square of a leaf; see `max_norm` of `clip_by_leaf_norm` for the
+            accepted types.
         axis_name: See `clip_by_global_norm`.
         num_layer_axes: See `clip_by_leaf_norm`.
 
@@ -354,8 +351,8 @@ def autoclip(
 
     Try this adaptive clip first. It works at every gradient scale, and in docs/study.md its default
     was closer to the best fixed threshold than the default of any other rule. The paper's
-    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. A
-    percentile of 90 clips one of ten steps.
+    percentile of 10 clips nine of ten steps, so tune the learning rate together with it. With a
+    percentile of 90, one of ten steps is clipped.
 
     Args:
         percentile: Percentile from 1 to 100, with linear interpolation as in
@@ -482,105 +479,5 @@ def adagc(
     References:
         Wang et al., 2025, arXiv 2502.11034, version 2; the algorithm is that of version 1.
     """
-    relative = check_number("relative", relative, "The paper uses 1.05.")
-    bound = check_number("absolute", absolute, "The paper uses 1; pass inf for no bound.")
-    rule = ema(relative, decay, warmup_steps, warmup_max=UNBOUNDED)
-
-    def update(norms: Array, state: EmaState, param_norms: Array | None) -> tuple[Array, EmaState]:
-        # `norms` is the vector of the norms of all leaves.
-        factor = scale_factor(norm_of_leaves([norms], 2.0, None), jnp.minimum(bound, UNBOUNDED))
-        scaled = jnp.where(state.step_count < warmup_steps, factor, 1) * norms
-        thresholds, state = rule.update(scaled, state, None)
-        # In the warm-up, the threshold of a norm is its value after the clip by global norm.
-        return jnp.where(scaled < norms, scaled, thresholds), state
-
-    adagc_rule = dataclasses.replace(rule, update=update, name="adagc")
-    return norm_clip("relative", adagc_rule, layer(num_layer_axes), axis_name=axis_name)
-
-
-class ClampState(NamedTuple):
-    """State of `clip_by_value`. It contains no arrays, but lets `scale_loss` detect the clip."""
-
-    is_clip = True
-
-    def step_metrics(self) -> dict[str, Array]:
-        """Return no entries of `metrics`."""
-        return {}
-
-
-@public
-def clip_by_value(
-    max_value: Number, min_value: Number | None = None
-) -> optax.GradientTransformation:
-    """Clamp every element to `[-max_value, max_value]`, or to `[min_value, max_value]`.
-
-    Clamping changes the direction of the gradient, in contrast to `clip_by_global_norm`. NaN
-    remains NaN, an infinity becomes the nearest bound, and a traced `max_value` <= 0 returns zeros.
-
-    Args:
-        max_value: Upper bound in the units of the gradients; a positive number or a traced scalar.
-        min_value: Lower bound, less than `max_value`; None means `-max_value`. A traced bound above
-            a traced `max_value` counts as `max_value`.
-
-    Returns:
-        A gradient transformation with a `ClampState`, which contains no arrays.
-
-    Raises:
-        ValueError: If `max_value` is not positive, or if `min_value` is not less than `max_value`.
-        TypeError: If a bound is not a number, or if a leaf is not real floating-point.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> clip = gcx.clip_by_value(1.0)
-        >>> clip.update(jnp.array([-3.0, 0.5, 2.0]), clip.init(None))[0].tolist()
-        [-1.0, 0.5, 1.0]
-    """
-    high, low = _checked_bounds(max_value, min_value)
-
-    def update(updates: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        return _clamp_tree("updates", updates, high, low), state
-
-    return optax.GradientTransformation(lambda params: ClampState(), update)
-
-
-@public
-@jax.named_scope("clip_grad_value")
-def clip_grad_value(grads: Tree, max_value: Number) -> Tree:
-    """Clamp every element of a gradient tree to `[-max_value, max_value]`.
-
-    Args:
-        grads: Pytree of real floating-point leaves.
-        max_value: Bound in the units of the gradients; a positive number, which may be traced.
-
-    Returns:
-        The clamped gradients.
-
-    Raises:
-        ValueError: If `max_value` is not positive.
-        TypeError: If a leaf is integer, boolean or complex; the message contains its path.
-
-    Examples:
-        >>> import jax.numpy as jnp, gradclip_jax as gcx
-        >>> gcx.clip_grad_value(jnp.array([-3.0, 0.5]), 1.0).tolist()
-        [-1.0, 0.5]
-    """
-    high, _ = _checked_bounds(max_value, None)
-    return _clamp_tree("grads", grads, high, None)
-
-
-def _checked_bounds(max_value: Number, min_value: Number | None) -> tuple[Number, Number | None]:
-    """Return the bounds as floats unless they are traced, or raise."""
-    hint = "To clip a tree without a transformation, use `clip_grad_value(grads, max_value)`."
-    high, low = check_number("max_value", max_value, hint), None
-    if min_value is not None:
-        hint = "Omit it to use `-max_value`."
-        low = check_number("min_value", min_value, hint, "[-inf, inf]")
-        if not (is_traced(low) or is_traced(high) or low < high):
-            raise value_error("min_value", "less than `max_value`", repr(min_value), hint)
-    return high, low
-
-
-def _clamp_tree(argument: str, tree: Tree, high: Number, low: Number | None) -> Tree:
-    """Clamp every element of a tree to the bounds."""
-    leaves = checked_leaves(argument, tree, real=True)
-    return leaves.replace([clamp_leaf(x, high, low) for x in leaves.arrays])
+    rule = adagc_rule(relative, absolute, decay, warmup_steps)
+    return norm_clip("relative", rule, layer(num_layer_axes), axis_name=axis_name)

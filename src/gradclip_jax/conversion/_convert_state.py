@@ -14,6 +14,7 @@ The conversion has three steps:
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._checks import (
@@ -23,17 +24,19 @@ from .._checks import (
     check_optimizer_state,
     check_transformation,
     describe,
+    is_traced,
+    leaf_path,
 )
-from .._errors import public
+from .._errors import public, value_error
 from .._metrics import own_metrics
 from .._run_if import like_dtypes
-from .._states import plain_arrays, with_structure_of
-from .._types import Path, Tree
+from .._states import plain_arrays, replace_states, with_structure_of
+from .._types import Array, Path, Tree
+from .._weighted_sum import WeightedSum
 from ..wrappers._accumulation import AccumulationState
 from ..wrappers._state import WrapperState
-from ._converters import from_wrapper_states, to_wrapper_states, with_rule_names
-from ._match import Part, matched_leaves, matched_parts
-from ._open_window import check_closed, converted_window
+from ._converters import to_wrapper_states, with_rule_names
+from ._match import Part, field_path, matched_leaves, matched_parts
 
 
 @public
@@ -105,26 +108,38 @@ def convert_state(
     initial, given = plain_arrays(tx_state), plain_arrays(state)
     check_one_run(value for _, _, value in own_metrics(given))
     new, old = to_wrapper_states(initial), to_wrapper_states(given)
-    values: dict[Path, Any] = dict(jax.tree.leaves_with_path(new))
-    values.update(matched_leaves(new, old))
+    values: dict[Path, Any] = dict(matched_leaves(new, old))
     pairs, dropped = matched_parts(new, old)
     for part, old_part in pairs:
         for path, value in jax.tree.leaves_with_path(_converted(part, old_part, reduction)):
             values[*part.path, *path] = value
     for part in dropped:
         if part.kind is AccumulationState:
-            check_closed(part)
-    converted = jax.tree.map_with_path(lambda path, _: values[path], new)
-    converted = like_dtypes(from_wrapper_states(initial, converted), initial)
-    return with_structure_of(tx_state, converted)
+            _check_closed(part)
+    # The index of each array of `new` in `leaves`.
+    leaves, structure = jax.tree.flatten(initial)
+    indices = to_wrapper_states(structure.unflatten(range(len(leaves))))
+    for path, i in jax.tree.leaves_with_path(indices):
+        leaves[i] = values.get(path, leaves[i])
+    converted = replace_states(structure.unflatten(leaves), optax.ApplyIfFiniteState, _with_outcome)
+    return with_structure_of(tx_state, like_dtypes(converted, initial))
+
+
+def _with_outcome(state: optax.ApplyIfFiniteState) -> optax.ApplyIfFiniteState:
+    """Set `last_finite`, which states of this package do not contain, from the count of skips."""
+    return state._replace(last_finite=jnp.asarray(state.notfinite_count) == 0)
 
 
 def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
     """Return the state of the old part, or the initial state if the old one does not fit."""
     if new.kind is AccumulationState:
-        return converted_window(new, old, reduction)
+        return _converted_window(new, old, reduction)
     old_state = with_rule_names(new.state, old.state)
-    if new.kind is WrapperState or _has_same_arrays(new.state, old_state):
+    # Explicit shardings may differ.
+    new_types, old_types = [
+        jax.tree.map(describe, jax.eval_shape(lambda tree: tree, x)) for x in (new.state, old_state)
+    ]
+    if new.kind is WrapperState or new_types == old_types:
         return old_state
     # The rule of a clip or guard has changed, or the history of a `watch`.
     if hasattr(new.state, "continued_from"):
@@ -132,10 +147,71 @@ def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
     return new.state
 
 
-def _has_same_arrays(x: Tree, y: Tree) -> bool:
-    """Return whether two states have the same structure, shapes and dtypes."""
+# Accumulations
 
-    def types(state: Tree) -> Tree:  # without explicit shardings, which may differ
-        return jax.tree.map(describe, jax.eval_shape(lambda tree: tree, state))
 
-    return types(x) == types(y)
+def _converted_window(new: Part, old: Part, reduction: str | None) -> AccumulationState:
+    """Return the window of the old accumulation as a state of the new accumulation.
+
+    `optax.MultiSteps` stores the mean of the gradients of the window, this package their sum.
+    """
+    if new.has_inner_scale != old.has_inner_scale:
+        _check_closed(old, "because its micro-batches are multiplied by the loss scale")
+    like, window = new.state, old.state.with_total(_matched_total(new.state, old))
+    if _is_of_optax(window) == _is_of_optax(like):
+        return window
+    total = window.gradient.total
+    if reduction is None and jax.tree.leaves(total) and _may_be_open(window):
+        rule = '"mean" or "sum" if micro-batches may be accumulated'
+        name = leaf_path("state", old.path[:-1])
+        hint = f'Pass "mean" if {name} accumulates the mean of gradients.'
+        raise value_error("reduction", rule, "None", hint)
+    weight = window.mini_step if _is_of_optax(window) else window.gradient.weight
+    weight, num_micro_batches = jnp.asarray(weight, jnp.float32), jnp.asarray(window.mini_step)
+    # `MultiSteps` with `use_grad_mean=False` stores the sum as well.
+    factor = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
+    factor = 1 / factor if _is_of_optax(like) else factor
+
+    def scaled(x: Array) -> Array:
+        # Without micro-batches, the values are from an earlier window, and may be NaN.
+        return jnp.where(num_micro_batches > 0, x * factor, jnp.zeros_like(x))
+
+    window = window._replace(gradient=WeightedSum(jax.tree.map(scaled, total), weight))
+    if _is_of_optax(like):
+        return window
+    length = like.accumulation_steps
+    count = window.gradient_step * length + window.mini_step
+    return window._replace(accumulation_steps=length, micro_batch_count=count)
+
+
+def _check_closed(part: Part, why: str = "or convert later") -> None:
+    """Raise if there may be accumulated micro-batches, which would be discarded."""
+    window = part.state
+    if _may_be_open(window):
+        place = part.path[:-1] if _is_of_optax(window) else part.path
+        got = f"{leaf_path('state', place)}.mini_step = {jnp.asarray(window.mini_step)}"
+        hint = f"Call `flush` first, {why}."
+        raise value_error("state", "a state without accumulated micro-batches", got, hint)
+
+
+def _may_be_open(window: AccumulationState) -> bool:
+    """Return whether a window contains micro-batches; True if the number is traced."""
+    return is_traced(window.mini_step) or bool(window.mini_step > 0)
+
+
+def _is_of_optax(window: Tree) -> bool:
+    """Return whether a state was converted from a state of `optax.MultiSteps`, without losses."""
+    return window.loss is None
+
+
+def _matched_total(like: AccumulationState, old: Part) -> Tree:
+    """Return the total of the old accumulation in the structure of the new one."""
+    total, old_total = like.gradient.total, old.state.gradient.total
+    if not (jax.tree.leaves(total) and jax.tree.leaves(old_total)):
+        _check_closed(old)  # an accumulation with `every=1` has no sum
+        return total
+    path = field_path(old.path, "gradient", "total")
+    if _is_of_optax(old.state):
+        path = field_path(old.path[:-1], "acc_grads")
+    values = [value for _, value in matched_leaves(total, old_total, path)]
+    return jax.tree.unflatten(jax.tree.structure(total), values)

@@ -5,7 +5,7 @@ Both states contain `WrapperState` in place of other states of guards and accumu
 
 import collections
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -116,65 +116,53 @@ def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[P
 
     Parts of the same kind and depth are counterparts, in order, if their numbers are equal.
     """
-    new_parts, old_parts = _parts_by_key(new), _parts_by_key(old)
+    groups: dict[Hashable, tuple[list[Part], list[Part]]]
+    groups = collections.defaultdict(lambda: ([], []))
+    for i, state in enumerate((new, old)):
+        for part in _parts(state):
+            groups[part.kind, part.depth][i].append(part)
     pairs: list[tuple[Part, Part]] = []
-    for key, parts in new_parts.items():
-        if len(parts) == len(old_parts[key]):
-            pairs += zip(parts, old_parts.pop(key), strict=True)
-    return pairs, [*itertools.chain(*old_parts.values())]
+    dropped: list[Part] = []
+    for new_parts, old_parts in groups.values():
+        if len(new_parts) == len(old_parts):
+            pairs += zip(new_parts, old_parts, strict=True)
+        else:
+            dropped += old_parts
+    return pairs, dropped
 
 
-def _parts_by_key(state: Tree) -> dict[Hashable, list[Part]]:
-    """Return lists of the parts of a state that have the same kind and depth."""
-    parts: dict[Hashable, list[Part]] = collections.defaultdict(list)
-    for part in _parts(state):
-        parts[part.kind, part.depth].append(part)
-    return parts
+def _is_part(node: object) -> bool:
+    """Return whether a node is the state of a guard or another state of this package."""
+    return isinstance(node, GuardState) or is_own_state(node)
 
 
 def _parts(
     state: Tree, path: Path = (), depth: int = 0, *, is_directly_inside_guards: bool = False
 ) -> Iterator[Part]:
     """Yield all parts of a state, from the outermost to the innermost."""
-    for place, node in jax.tree.leaves_with_path(state, is_leaf=is_own_state):
+    for place, node in jax.tree.leaves_with_path(state, is_leaf=_is_part):
         here = (*path, *place)
-        if isinstance(node, WrapperState):
-            yield from _wrapper_parts(node, here, depth)
+        if isinstance(node, GuardState):
+            kind = hasattr(node.rule_state, "loss_scale"), *sorted(node.skipped)
+            yield Part(kind, depth, here, node)
+        elif isinstance(node, WrapperState):
             has_guards = bool(node.outer_guards or node.inner_guards)
-            if has_guards and not is_directly_inside_guards:
-                counts = node._replace(
-                    outer_guards=(), inner_guards=(), accumulation=None, inner_state=()
-                )
-                yield Part(WrapperState, depth, here, counts)
-            yield from _parts(
-                node.inner_state,
-                field_path(here, "inner_state"),
-                depth + (node.accumulation is not None),
-                is_directly_inside_guards=has_guards and isinstance(node.inner_state, WrapperState),
-            )
+            if has_guards and not (is_directly_inside_guards and not place):
+                others = {"outer_guards": (), "accumulation": None, "inner_guards": ()}
+                yield Part(WrapperState, depth, here, node._replace(inner_state=(), **others))
+            yield from _parts(node.outer_guards, field_path(here, "outer_guards"), depth)
+            inside = depth
+            if node.accumulation is not None:
+                window = field_path(here, "accumulation")
+                # A loss scale inside divides the gradients after the sum.
+                is_scaled = "loss_scale" in metric_names((node.inner_guards, node.inner_state))
+                yield Part(AccumulationState, depth, window, node.accumulation, is_scaled)
+                inside = depth + 1
+            yield from _parts(node.inner_guards, field_path(here, "inner_guards"), inside)
+            inner = field_path(here, "inner_state")
+            yield from _parts(node.inner_state, inner, inside, is_directly_inside_guards=has_guards)
         elif hasattr(node, "inner_state"):  # `watch`
             yield Part(type(node), depth, here, node._replace(inner_state=()))
             yield from _parts(node.inner_state, field_path(here, "inner_state"), depth)
         elif is_own_state(node):  # a clip
             yield Part(type(node), depth, here, node)
-
-
-def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]:
-    """Yield the guards and the accumulation of a `WrapperState`."""
-    yield from _guard_parts(node.outer_guards, field_path(path, "outer_guards"), depth)
-    if node.accumulation is not None:
-        # A loss scale inside divides the gradients after the sum.
-        rules = [guard.rule_state for guard in node.inner_guards]
-        has_inner_scale = "loss_scale" in metric_names((rules, node.inner_state))
-        place = field_path(path, "accumulation")
-        yield Part(AccumulationState, depth, place, node.accumulation, has_inner_scale)
-        depth += 1
-    yield from _guard_parts(node.inner_guards, field_path(path, "inner_guards"), depth)
-
-
-def _guard_parts(guards: Sequence[GuardState], path: Path, depth: int) -> Iterator[Part]:
-    """Yield a part for each guard, without the fields that directly nested guards share."""
-    for i, guard in enumerate(guards):
-        has_scale = hasattr(guard.rule_state, "loss_scale")
-        kind = has_scale, *sorted(guard.skipped)  # JAX sorts dictionaries, too
-        yield Part(kind, depth, (*path, jax.tree_util.SequenceKey(i)), guard)

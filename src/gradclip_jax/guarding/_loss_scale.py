@@ -18,7 +18,8 @@ from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask
 from ..wrappers._update import wrap
-from ._skip_nonfinite import Check, finite_guard, is_nonfinite
+from ._finite import is_nonfinite
+from ._skip_nonfinite import Check, finite_guard
 
 _MIN_SCALE: Final = 1.0
 _MAX_SCALE: Final = 2.0**24

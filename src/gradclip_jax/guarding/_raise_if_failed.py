@@ -26,7 +26,7 @@ _NAMES: Final[dict[type, str]] = {
 
 
 def _name_of(guard: GuardState) -> str:
-    """Return the name of the public function of a guard."""
+    """Return the name of the public function that created a guard."""
     default = "skip_if" if "other" in guard.skipped else "skip_nonfinite"
     return _NAMES.get(type(guard.rule_state), default)
 
@@ -82,7 +82,7 @@ def _is_sum(node: object) -> bool:
 
 
 def _in_use(node: Tree) -> Tree:
-    """Return None for a scalar, which may be infinite, and for the sum of an empty window."""
+    """Return None for scalars, which may be infinite, and for the sum of an empty window."""
     if _is_sum(node):
         return node if np.any(jax.device_get(node.weight)) else None
     return node if np.ndim(node) else None
@@ -127,5 +127,5 @@ def _count_nonfinite(x: Array | HostArray | float) -> Array | int:
 
 @jax.jit
 def _count_on_device(x: Array) -> Array:
-    """Count the non-finite elements of an array of JAX."""
+    """Count the non-finite elements of a JAX array."""
     return jnp.sum(~jnp.isfinite(x))

@@ -13,6 +13,7 @@ import optax
 
 from .._checks import (
     call_user,
+    check_arrays,
     check_callable,
     check_dtype_kept,
     check_rule_name,
@@ -41,10 +42,10 @@ class SkipRule:
         init: Function `params -> state` that returns the initial state, a pytree of arrays.
         should_skip: Function `(grads, state, params, **extra_args) -> (skip, observed)`. `skip` is
             a bool[] that is the same on all devices, and `observed` is a pytree for `advance`.
-        advance: Function `(state, observed, skipped) -> state`, called after `should_skip` if this
-            guard skips the step, or if the step is applied or the micro-batch is accumulated. The
-            shapes and dtypes of the state must not change.
-        name: Name of the rule, by default that of `should_skip` with the functions around it.
+        advance: Function `(state, observed, skipped) -> state`, called after `should_skip`. Its
+            result is kept if this guard skips the step, or if the gradient is applied or
+            accumulated. The shapes and dtypes of the state must not change.
+        name: Name of the rule. The default is the qualified name of `should_skip`.
             `convert_state` does not copy the state of a rule with another name.
 
     Examples:
@@ -88,7 +89,7 @@ def skip_if(
     axis_name: AxisName = None,
     trainable: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps for which a function of yours returns True.
+    """Skip steps for which a user-defined function returns True.
 
     | step | result |
     | --- | --- |
@@ -157,14 +158,15 @@ def skip_if(
         return {rule.name: like_dtypes(after, state)}
 
     def init(params: Tree) -> Tree:
-        return {rule.name: call_user("predicate", "init", rule.init, params)}
+        state = call_user("predicate", "init", rule.init, params)
+        check_arrays("init", state)
+        return {rule.name: state}
 
     guard = Guard(
         "skip_if",
         causes=("other",),
         check=check,
-        check_micro_batch=check,
-        check_window=check,
+        checks_window=True,
         init=init,
         advance=advance,
         trainable=trainable,

@@ -25,7 +25,7 @@ class SpikeState(NamedTuple):
     Attributes:
         thresholds: Thresholds of "norm" and "loss" at the last step, float32[]; the largest float32
             for a missing threshold.
-        rules: State of each threshold rule, in a dictionary by the name of the rule.
+        rules: State of each threshold rule, keyed by the name of the rule.
     """
 
     thresholds: dict[str, Scalar]
@@ -63,9 +63,9 @@ def skip_spikes(
     | the loss differs between devices | all devices compare the mean loss |
 
     Rules also receive the finite values of skipped steps, so that they adapt to a lasting rise: in
-    our tests `mean_std` after 4 skips, `percentile` after 9, and `zscore` after 31. The average of
-    `ema` is updated with clipped values, so it adapts only if its factor is large, for example
-    tenfold in 80 skips.
+    our tests `mean_std` after 4 skips, `percentile` after 9, and `zscore` after 31. `ema` updates
+    its average with clipped values, so the average adapts only if `factor` is large; for example,
+    it grows tenfold in 80 skips.
 
     Only the gradient and the loss are measured; to check the update as well, wrap the guard in
     `skip_nonfinite(check="step")`. To scale large gradients instead, use `clip_by_global_norm`; to
@@ -135,7 +135,6 @@ def skip_spikes(
         "skip_spikes",
         causes=("nonfinite", *(f"large_{key}" for key in rules)),
         check=check,
-        check_micro_batch=check,
         init=init,
         advance=lambda state, observed, skipped: observed,
         trainable=trainable,

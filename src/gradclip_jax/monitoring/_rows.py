@@ -2,12 +2,13 @@
 
 | type | place |
 | --- | --- |
-| `Row` | the integers that `watch` writes on the device, one for each number of a step |
+| `RowValues` | arrays on the device with the numbers of one step |
+| `PackedRows` | the same numbers of many steps in one array of integers, in the state of `watch` |
 | `Rows` | NumPy arrays on the host, with the names of their columns in `Names` |
 | `Line` | a dictionary for one step, in a log |
 | `Columns` | all values of each key in a log |
 
-`read_stack` converts a `Row` to `Rows`. `_lines` converts `Rows` to lines of a log, and
+`unpack_rows` converts `PackedRows` to `Rows`. `_lines` converts `Rows` to lines of a log, and
 `Columns` to `Rows`.
 """
 
@@ -18,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._checks import check_concrete
 from .._errors import value_error
@@ -29,7 +32,8 @@ from ..wrappers._state import CallOutcome
 from ._taps import SHAPE, STATISTICS, statistics, tap_names
 
 NUM_INTS, FIRST_NORM = 4, 7
-"""Number of integers at the start of a row, and index of the numbers of the tree; see `Row`."""
+"""Number of integers at the start of a packed row, and index of the numbers of the tree; see
+`RowValues`."""
 
 
 class Outcome(enum.IntFlag):
@@ -44,12 +48,13 @@ class Outcome(enum.IntFlag):
     | `CLIPPED` | applied, and a clip factor is below 1 |
     | `SKIPPED` | a guard skipped the step or the micro-batch |
     | `SKIPPED_NONFINITE`, `SKIPPED_LARGE_NORM`, `SKIPPED_LARGE_LOSS`, `SKIPPED_OTHER` | its cause |
-    | `ACCUMULATED` | an accumulation only added the micro-batch |
+    | `ACCUMULATED` | the window of an accumulation stays open |
     | `EMPTY_WINDOW` | an accumulation dropped a window whose weight is zero |
     | `GUARD_FAILED` | a guard has failed |
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
-    A call that skips a micro-batch and closes the window is `SKIPPED` and `APPLIED`.
+    A call that skips a micro-batch is `SKIPPED` and `ACCUMULATED` if other micro-batches wait in an
+    open window, and `SKIPPED` and `APPLIED` if it closes the window.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -181,6 +186,11 @@ class Rows(NamedTuple):
         return self.outcome & int(flags) != 0
 
     @property
+    def closes_window(self) -> HostArray:
+        """Whether a row is the last one of its window; True without an accumulation."""
+        return ~self.has(Outcome.ACCUMULATED)
+
+    @property
     def has_clip_factor(self) -> HostArray:
         """Whether a row was applied with a finite norm, so that its clip factors have a meaning."""
         return self.has(Outcome.APPLIED) & np.isfinite(self.norms[:, 0, 0])
@@ -190,14 +200,49 @@ class Rows(NamedTuple):
         return Rows(*(column[index] for column in self))
 
 
-class Row(NamedTuple):
+class RowValues(NamedTuple):
+    """The numbers of one row on the device, in the order in which they are packed.
+
+    Attributes:
+        step: Number of calls before this one, int32[].
+        batch_id: int32[].
+        outcome: Flags of `Outcome`, int32[].
+        device: Index of the device whose parameters differ, int32[].
+        loss: float32[].
+        norm_limit: Smallest threshold of the guards for the gradient norm, float32[].
+        loss_limit: Smallest threshold of the guards for the loss, float32[].
+        norms: Four numbers for the whole tree and for each unit, float32[1 + units, 4]; see
+            `norm_table`.
+        taps: Sums of the taps.
+        clip_factors: Smallest factor of each clip.
+    """
+
+    step: Scalar
+    batch_id: Any
+    outcome: Scalar
+    device: Scalar
+    loss: Any
+    norm_limit: Any
+    loss_limit: Any
+    norms: Array
+    taps: Array
+    clip_factors: Sequence[Array]
+
+    def packed(self) -> Array:
+        """Return the row as int32[columns]; floating-point numbers are stored as their bits."""
+        ints = jnp.array([self.step, self.batch_id, self.outcome, self.device], jnp.int32)
+        numbers = [self.loss, self.norm_limit, self.loss_limit, self.norms, self.taps]
+        columns = [jnp.ravel(jnp.asarray(x, jnp.float32)) for x in (*numbers, *self.clip_factors)]
+        bits = lax.bitcast_convert_type(jnp.concatenate(columns), jnp.int32)
+        return jnp.concatenate([ints, bits])
+
+
+class PackedRows(NamedTuple):
     """Rows of `watch`, in its state or as an output of `lax.scan`; see `last_row`.
 
     Attributes:
-        values: int32[..., columns]: step, batch id, outcome, the device that differs, and the bits
-            of float32 numbers: the loss, two limits, 4 numbers for the tree and for each unit (its
-            non-finite elements, norms of gradient, update and parameters), the sums of the taps,
-            and the smallest factor of each clip.
+        values: int32[..., columns], the integers and the bits of the float32 numbers of
+            `RowValues`.
         clips: Dictionary whose keys are `Names.clips`, and whose values are None.
         checksum: uint32[], `Names.checksum`, which a monitor compares with its own.
     """
@@ -207,7 +252,13 @@ class Row(NamedTuple):
     checksum: Scalar
 
 
-def read_stack(row: Row, names: Names) -> tuple[Rows, Names]:
+def num_columns(names: Names) -> int:
+    """Return the number of columns of `PackedRows`."""
+    num_norms, num_sums = 4 * (1 + len(names.units)), math.prod(SHAPE) * len(names.taps)
+    return FIRST_NORM + num_norms + num_sums + len(names.clips)
+
+
+def unpack_rows(row: PackedRows, names: Names) -> tuple[Rows, Names]:
     """Convert the rows that `watch` wrote to `Rows`, and add the names of clips.
 
     Raises:

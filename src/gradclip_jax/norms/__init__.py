@@ -1,1 +1,1 @@
-"""Leaves of trees, mesh axes, masks, norm groups and norms."""
+"""This package computes norms of trees, leaves and groups of leaves."""

@@ -1,4 +1,4 @@
-"""Granularities, which specify the elements that share one norm."""
+"""Granularities specify for which groups of elements norms are computed."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def axis(axis: int | Sequence[int] | None = None) -> Granularity:
         A granularity for `clip_by_norm`.
 
     Raises:
-        TypeError: If `axis` is not None, an integer or a sequence of integers.
+        TypeError: If `axis` is neither None nor an integer nor a sequence of integers.
         ValueError: If `axis` is invalid for a leaf; raised at trace time.
 
     Examples:

@@ -20,7 +20,7 @@ Axes: TypeAlias = tuple[int, ...]
 
 
 class NormGroups(NamedTuple):
-    """Which elements of the inexact leaves of a tree share a norm.
+    """A partition of the elements of a tree into groups; one norm is computed for each group.
 
     Attributes:
         group_of_leaf: For each leaf, the index of its norms in `PerGroup.arrays`; None if the leaf
@@ -47,14 +47,16 @@ class NormGroups(NamedTuple):
         return sum(map(num_slices, leaves, self.axes))
 
     def of_stacks(self, stacks: Sequence[Sequence[int]]) -> NormGroups:
-        """Return the norm groups of stacks of leaves, given the indices of their leaves.
+        """Return the norm groups after stacking leaves.
+
+        `stacks` contains the indices of the leaves in each stack.
 
         The leaves of a stack belong to the same norm group, or have the same slices.
         """
         if self.axes is None:
             group_of_stack = tuple([self.group_of_leaf[first] for first, *_ in stacks])
             return self._replace(group_of_leaf=group_of_stack)
-        # The leaves of a stack are indexed by a new axis 0.
+        # A stack has a new axis 0 that indexes its leaves.
         axes = [tuple(a + (len(rest) > 0) for a in self.axes[first]) for first, *rest in stacks]
         return slice_groups(axes, is_local=self.is_local)
 
@@ -97,7 +99,7 @@ class PerGroup:
     groups: NormGroups
 
     def map(self, fun: Callable[..., Array], *others: PerGroup | Scalar) -> PerGroup:
-        """Apply an elementwise function to the number of each group.
+        """Apply an elementwise function to the numbers.
 
         A scalar in `others` is used for every group.
         """
@@ -105,12 +107,12 @@ class PerGroup:
         return PerGroup(map_arrays(fun, self.arrays, *columns), self.groups)
 
     def min(self, initial: float) -> Scalar:
-        """Return the smallest number, at most `initial`."""
+        """Return the smallest number of all groups, or `initial` if that is smaller."""
         least = functools.partial(jnp.min, initial=initial)
         return reduce_arrays(least, jnp.minimum, self.arrays or [jnp.zeros(0)])
 
     def count(self, condition: Callable[[Array], Array]) -> Scalar:
-        """Return how many numbers satisfy a condition, as a number of the same dtype."""
+        """Count the numbers that satisfy a condition; the count has the dtype of the numbers."""
 
         def count(numbers: Array) -> Array:
             return jnp.sum(condition(numbers), dtype=numbers.dtype)
@@ -119,11 +121,14 @@ class PerGroup:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether there is only one norm group, so that its number is a scalar."""
+        """Whether there is only one norm group, whose number is a scalar."""
         return len(self.arrays) == 1 and not self.arrays[0].ndim
 
     def for_leaves(self, leaves: Sequence[Array]) -> Sequence[Array | None]:
-        """Return an array for each leaf that broadcasts against it, or None without a group."""
+        """Return, for each leaf, an array that can be broadcast to its shape.
+
+        None if it has no group.
+        """
         index = self.groups.group_of_leaf
         if len(self.arrays) != 1:
             return [None if group is None else self.arrays[group] for group in index]
@@ -131,7 +136,7 @@ class PerGroup:
         return [None if group is None else x for group, x in zip(index, copies, strict=True)]
 
     def by_label(self) -> dict[str, Scalar]:
-        """Return the number of each group with a label."""
+        """Return a dictionary from the label of each group to its number."""
         return dict(zip(map(str, self.groups.labels), self.arrays, strict=False))
 
     def vector(self) -> Array:
@@ -144,5 +149,5 @@ class PerGroup:
 def split(vector: Array, like: Sequence[Array]) -> list[Array]:
     """Split a vector, such as the result of `PerGroup.vector`, into arrays shaped like `like`."""
     parts = jnp.split(vector.reshape(-1), np.cumsum([x.size for x in like], dtype=int)[:-1])
-    # Without arrays, `jnp.split` returns one empty part.
+    # If there are no arrays, `jnp.split` returns one empty part.
     return [reshard_like(part.reshape(x.shape), x) for part, x in zip(parts, like, strict=False)]

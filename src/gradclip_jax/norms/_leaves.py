@@ -50,8 +50,8 @@ def leaves_at(tree: Tree, places: Sequence[int]) -> list[Array]:
 def checked_leaves(argument: str, tree: Tree, *, real: bool = False) -> Leaves:
     """Flatten a tree, and raise unless its leaves are floating-point, complex or float0.
 
-    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis or in host memory
-    raise as well.
+    Complex leaves raise with `real`. Leaves that are unreduced over a mesh axis, or in host memory,
+    cause an error as well.
     """
     kind = jnp.floating if real else jnp.inexact
     given, structure = jax.tree.flatten(tree)
@@ -83,7 +83,7 @@ def _raise_invalid(argument: str, tree: Tree, kind: Any) -> None:
 
 
 def is_inexact(leaf: object) -> bool:
-    """Return whether a leaf is floating-point or complex, or a placeholder, which is no array.
+    """Return whether a leaf is floating-point, complex, or a placeholder that is not an array.
 
     `optax.tree.map_params` passes placeholders to `init`; `checked_leaves` rejects them.
     """
@@ -93,7 +93,7 @@ def is_inexact(leaf: object) -> bool:
 
 def inexact_leaves(tree: Tree) -> list[Array]:
     """Return the inexact leaves of a tree as arrays."""
-    return list(map(jnp.asarray, inexact_leaves_or_placeholders(tree)))
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
 def inexact_leaves_or_placeholders(tree: Tree) -> list[Any]:

@@ -35,7 +35,7 @@ def broadcast_mask(mask: Mask, grads: Tree, params: Tree) -> Tree:
 
 
 def zero_excluded(mask: Mask, grads: Tree, params: Tree) -> Tree:
-    """Replace all leaves that the mask does not include by zeros."""
+    """Set all leaves that the mask excludes to zero."""
     if mask is None:
         return grads
 

@@ -29,8 +29,8 @@ def shard_axes(x: Array, axis_name: AxisName) -> MeshAxes:
     """Return the mesh axes over which a leaf is sharded, or none if `axis_name` is `()`.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
-    `check_vma=False`), every leaf counts as sharded over `axis_name`. The index of a device always
-    varies over its axis. If the type of `lax.axis_index(name)` does not, types do not carry axes.
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. `lax.axis_index(name)` always
+    varies along the axis; if its type does not say so, types do not carry axes.
     """
     if axis_name == ():
         return frozenset()
@@ -108,7 +108,10 @@ def zeros_of_type(like: Any, dtype: DTypeLike | None = None) -> Array:
 
 
 def sum_over(x: Array, axes: MeshAxes) -> Array:
-    """Sum an array over mesh axes with one all-reduce, or return it unchanged without axes."""
+    """Sum an array over mesh axes with one all-reduce.
+
+    If there are no axes, return it unchanged.
+    """
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
@@ -136,7 +139,7 @@ def vary(x: Array, axes: MeshAxes) -> Array:
 
 
 def is_placed(x: object) -> bool:
-    """Return whether a leaf is in device memory, and neither `reduced` nor unreduced."""
+    """Return whether a leaf is in device memory, without reduced or unreduced mesh axes."""
     if not isinstance(x, jax.Array):
         return True
     kind = jax.typeof(x)
@@ -146,7 +149,7 @@ def is_placed(x: object) -> bool:
 
 
 def check_placement(argument: str, tree: Tree) -> None:
-    """Raise if a leaf is in host memory, unreduced, or has unreduced gradients."""
+    """Raise an error if a leaf is in host memory, or if it or its gradient is unreduced."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not (is_float0(x) or is_placed(x)):
             hint = (

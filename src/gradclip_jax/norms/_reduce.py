@@ -1,4 +1,4 @@
-"""Norms of norm groups, their derivatives, and other sums over norm groups."""
+"""Compute norms and other reductions for groups of elements."""
 
 from __future__ import annotations
 

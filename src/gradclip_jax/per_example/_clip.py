@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_choice, check_number
+from .._checks import check_choice, check_number, shortened
 from .._errors import public, type_error, value_error
 from .._types import Array, AxisName, Labels, Number, Tree
 from .._weighted_sum import Reduction
@@ -145,11 +145,8 @@ def value_and_grad(
     loss = Loss(fun, argnums, batch_argnums, has_aux, has_weight)
     thresholds: Any = {None: max_norm} if param_labels is None else max_norm
     if not isinstance(thresholds, Mapping):
-        rule, hint = (
-            "a mapping from label to threshold",
-            "Pass one for each label of `param_labels`.",
-        )
-        raise type_error("max_norm", rule, repr(max_norm), hint)
+        hint = "Pass one for each label of `param_labels`."
+        raise type_error("max_norm", "a mapping from label to threshold", shortened(max_norm), hint)
     hint = "Pass a positive number or `schedule(step)`; inf disables clipping."
     for threshold in thresholds.values():
         check_number("max_norm", threshold, hint)
@@ -163,8 +160,8 @@ def value_and_grad(
         examples = loss.bind(args, kwargs, num_microbatches)
         groups = groups_of(examples, param_labels)
         for label in groups.keys() - thresholds.keys():
-            rule, hint = "a mapping with every label", "Pass inf to disable clipping for a group."
-            raise value_error("max_norm", rule, f"no threshold for {label!r}", hint)
+            got, hint = f"no threshold for {label!r}", "Pass inf to disable clipping for a group."
+            raise value_error("max_norm", "a mapping with every label", got, hint)
         clip = _Clip(groups, thresholds, reaction, drops=nonfinite == "zero")
         of_part = functools.partial(_sums, clip, examples)
         sums, stats = sum_parts(of_part, examples.batch, num_microbatches, num_real_microbatches)

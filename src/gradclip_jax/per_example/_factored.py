@@ -9,7 +9,7 @@ terms. All of these gradients have the form
 
 Axes are labeled as in `jnp.einsum`. Each axis of a factor has one label, and each axis of the value
 has a tuple of labels. For a convolution, a factor would contain image patches, which are larger
-than the images. Therefore `Convolution` stores the images.
+than the images. Therefore, `Convolution` stores the images.
 """
 
 import dataclasses
@@ -218,8 +218,8 @@ class ConvolutionSpec(NamedTuple):
 class Convolution:
     """The gradient of a convolution kernel, represented by images and output gradients.
 
-    Image patches have as many elements as the images times the kernel size, so they are extracted
-    only if another operation uses the gradient (`patches`).
+    Factors would be image patches, which have as many elements as the images times the kernel size.
+    If another operation uses the gradient, it is materialized.
 
     Attributes:
         shape: Shape of the kernel.
@@ -245,26 +245,6 @@ class Convolution:
     def grouped_grads(self) -> Array:
         """Split groups from the channels of the output gradients."""
         return self.grads.reshape(self.spec.groups, -1, *self.grads.shape[1:])
-
-    def patches(self) -> Factored:
-        """Represent the gradient by image patches and output gradients."""
-        patches, grads, spec = self.padded(), self.grouped_grads(), self.spec
-        kernel = [self.shape[i] for i in spec.out[2:]]
-        # Split each image axis into a kernel position and an output position.
-        axes = zip(kernel, self.grads.shape[2:], spec.strides, spec.dilation, strict=True)
-        for i, (count, width, stride, dilation) in enumerate(axes):
-            axis, length = 3 + 2 * i, (width - 1) * dilation + 1
-            starts = [stride * c for c in range(count)]
-            rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
-            patches = jnp.stack(rows, axis)
-        # The labels stand for groups, input channels, output channels, images and positions.
-        g, b, o, c = range(4)
-        y, k = (tuple(range(first, 4 + 2 * len(kernel), 2)) for first in (4, 5))
-        left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(kernel))))
-        right = Factor(grads, (g, o, c, *k))
-        labels: list[AxisLabels] = [(b,), (g, o), *((label,) for label in y)]
-        order = [labels[spec.out.index(i)] for i in range(len(spec.out))]
-        return product(ShapedArray(self.shape, self.dtype), [left, right], order)
 
     def materialize(self) -> Array:
         """Compute the gradient in float32 or wider."""
@@ -341,11 +321,9 @@ def product(
 
 def as_factored(value: Value) -> Factored:
     """Convert any value to a sum of products; an array is one term with a single factor."""
-    if isinstance(value, Convolution):
-        return value.patches()
     if isinstance(value, Factored):
         return value
-    array = jnp.asarray(value)
+    array = jnp.asarray(as_array(value))
     labels = tuple(range(array.ndim))
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
 

@@ -36,9 +36,6 @@ from ._factored import (
 _ROUNDING = 4
 # Maximum relative error of a squared norm; the norm has half of this error.
 _TOLERANCE = 2e-5
-# The error bound adds this constant to elements of Gram matrices, because backends may replace
-# products below 2^-126 by zero. It bounds the sum of 2^26 such products.
-_FLOOR = 2.0**-100
 
 
 def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
@@ -170,13 +167,16 @@ def _gram(f: Factor, term: Term) -> tuple[Factor, Factor, Scalar]:
 def _with_error(array: Array, f: Factor, rows: AxisLabels) -> tuple[Array, Array, Scalar]:
     """Return a Gram matrix, a bound on its elements, and its relative error."""
     diagonal = jnp.sum(jnp.where(jnp.eye(array.shape[-1], dtype=bool), array, 0), -1).real
-    # The square of a number that is not zero may underflow, but must not be zero.
+    # Backends may replace the square of a number by zero if it is subnormal.
     dtype = norm_dtype([array])
-    each = jnp.maximum(squares(f.array, dtype), float(jnp.finfo(dtype).tiny))
+    tiny, eps = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).eps)
+    each = jnp.maximum(squares(f.array, dtype), tiny)
     sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], rows)
-    # Below 2^10 * `_FLOOR`, the bound includes `_FLOOR`, which exceeds a relative error of 2^-10.
-    off = jnp.abs(diagonal - sizes) / jnp.where(sizes > 2**10 * _FLOOR, sizes, 1)
-    bound = jnp.abs(array) + jnp.where(sizes > 0, _FLOOR, 0)[..., None]
+    underflow = tiny * (f.array.size // max(sizes.size, 1))
+    off = jnp.maximum(jnp.abs(diagonal - sizes) - underflow, 0) / jnp.where(sizes > 0, sizes, 1)
+    # Products and sums may underflow. All bounds are multiplied by `_ROUNDING * eps` or more.
+    floor = 2 * underflow / (_ROUNDING * eps)
+    bound = jnp.abs(array) + jnp.where(sizes > 0, floor, 0)[..., None]
     return array, bound, jnp.max(off, initial=0)
 
 

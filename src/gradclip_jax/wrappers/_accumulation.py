@@ -63,11 +63,11 @@ class AccumulationState(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
     def with_total(self, total: Tree) -> AccumulationState:
-        """Return the state with another sum of gradients."""
+        """Return the state after replacing the sum of gradients."""
         return self._replace(gradient=self.gradient._replace(total=total))
 
     def close_if(self, closes: Scalar | bool) -> AccumulationState:
-        """Return the state, with an empty window if `closes`."""
+        """Return the state; the window is empty if `closes` is true."""
         return self._replace(
             mini_step=jnp.where(closes, 0, self.mini_step),
             gradient=self.gradient.empty_if(closes),
@@ -91,13 +91,13 @@ class MicroBatch(NamedTuple):
     extra_args: ExtraArgs
 
     @property
-    def passes_gradient(self) -> Scalar:
+    def has_gradient(self) -> Scalar:
         """Whether the call contains a gradient. `gcx.flush` passes zeros with weight 0 instead."""
         return ~(self.flush & (self.weight == 0))
 
     @property
-    def counts(self) -> Scalar:
-        """Whether the weight is nonzero. A NaN weight counts, so that guards can reject it."""
+    def is_weighted(self) -> Scalar:
+        """Whether the weight is nonzero. NaN is nonzero, so guards can reject it."""
         return self.weight != 0
 
 
@@ -129,12 +129,12 @@ class Accumulation(NamedTuple):
     def has_sum(self, state: AccumulationState) -> bool:
         """Return whether a state contains a sum of gradients.
 
-        A state that was saved with another `every` contains one, even if `every` is now 1.
+        If `every` was changed to 1 after the state was saved, the state still contains a sum.
         """
         return not self.needs_no_sum or bool(jax.tree.leaves(state.gradient.total))
 
-    def always_closes(self, state: AccumulationState, batch: MicroBatch) -> bool:
-        """Return whether each accepted micro-batch is a window of positive weight."""
+    def always_takes_step(self, state: AccumulationState, batch: MicroBatch) -> bool:
+        """Return whether each accepted micro-batch closes a window of positive weight."""
         return not (self.has_sum(state) or batch.is_weight_passed)
 
     def length(self, gradient_step: Scalar) -> Scalar:
@@ -172,15 +172,18 @@ class Accumulation(NamedTuple):
         )
 
     def add(
-        self, state: AccumulationState, grads: Tree, batch: MicroBatch, accepted: Scalar | bool
+        self, state: AccumulationState, grads: Tree, batch: MicroBatch, arrived: Scalar
     ) -> tuple[AccumulationState, Scalar]:
-        """Add a micro-batch unless a guard rejected it; return whether the window closes."""
-        arrived = batch.passes_gradient & accepted
+        """Add a micro-batch if `arrived` is true, and return whether the window closes.
+
+        `arrived` is true if the call has a gradient and no guard rejected it.
+        """
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
-        # If `arrived`, then `mini_step > 0`, but XLA must not know this; see `summand`.
-        is_added = arrived & batch.counts & (mini_step > 0)
+        # `arrived` implies `mini_step > 0`; the comparison hides from XLA that the predicate may be
+        # constant, see `summand`.
+        is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):
             check_same_structure(grads, gradient.total)
@@ -209,12 +212,12 @@ class Accumulation(NamedTuple):
     def close(
         self, state: AccumulationState, grads: Tree, batch: MicroBatch
     ) -> tuple[Tree, ExtraArgs, Tree]:
-        """Return the gradient of a window, its extra arguments, and the new value of its sum.
+        """Return the gradient and the extra arguments of a window, and a new buffer for its sum.
 
         `grads` and `batch` belong to the last micro-batch. The loss and the gradient of the window
-        replace the extra arguments `value` (or `loss`) and `grad`. The value of the sum no longer
-        matters, because the window becomes empty. It is replaced by the gradient, so that XLA
-        divides in place.
+        replace the extra arguments `value` (or `loss`) and `grad`. The old sum is no longer needed,
+        because the window becomes empty. The buffer contains the gradient, so that XLA computes the
+        mean in place.
         """
         buffer = state.gradient.total
         if self.has_sum(state):
@@ -225,7 +228,7 @@ class Accumulation(NamedTuple):
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:
-            # A call of `flush` may be the first one with a loss.
+            # The call of `flush` may be the first call to which a loss is passed.
             window_loss = state.loss.result(self.reduction)
             extra_args[name] = jnp.where(state.loss.weight > 0, window_loss, as_loss(name, value))
         if is_gradient(extra_args, gradient):
@@ -233,10 +236,9 @@ class Accumulation(NamedTuple):
         return gradient, extra_args, buffer
 
     def finish(
-        self, state: AccumulationState, closes: Scalar, is_applied: Scalar
+        self, state: AccumulationState, closes: Scalar, is_empty: Scalar, is_applied: Scalar
     ) -> AccumulationState:
         """Update the counts, and reset the window if it closed."""
-        is_empty = closes & ~state.has_positive_weight
         state = state._replace(
             gradient_step=increment_where(state.gradient_step, is_applied),
             empty_windows=increment_where(state.empty_windows, is_empty),

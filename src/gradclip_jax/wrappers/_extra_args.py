@@ -27,7 +27,7 @@ def is_gradient(extra_args: ExtraArgs, grads: Tree) -> bool:
 def loss_argument(extra_args: ExtraArgs) -> tuple[str, Any]:
     """Return the name and the value of the loss; the value is None if no loss was passed."""
     value, loss = extra_args.get("value"), extra_args.get("loss")
-    # A `loss` that is not a number is an argument of the inner transformation.
+    # If `loss` is not a number, it is an extra argument of the inner transformation.
     is_loss = value is None and is_scalar(loss, jnp.floating, jnp.integer, jnp.bool_)
     return ("loss", loss) if is_loss else ("value", value)
 

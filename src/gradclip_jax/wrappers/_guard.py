@@ -23,9 +23,6 @@ from ._state import GuardState
 Rejections: TypeAlias = dict[str, Scalar | bool]
 """Whether a guard rejects a step, for each cause, such as "nonfinite"."""
 
-Causes: TypeAlias = dict[str, Scalar]
-"""Whether a guard skips for each cause, bool[]."""
-
 Measure: TypeAlias = Callable[[Tree, Tree], Tree]
 """A function `(updates, params) -> measurements`, called before updates are added in place."""
 
@@ -39,25 +36,25 @@ It checks `grads`, whose norm is `norm`. `Guard.advance` receives the pytree `ob
 class Guard(NamedTuple):
     """A guard, which skips a step if one of its checks rejects it.
 
-    The functions do not depend on the accumulation or on other guards. `execute` calls them and
-    counts the skips. Their results must be equal on all devices.
+    The functions below do not depend on the accumulation or on other guards. `execute` calls them
+    and counts the skips. Their results must be equal on all devices.
 
     Attributes:
         name: Name of the public function, for errors and profiles.
         causes: Names of the causes for which the guard rejects a step.
         check: Function that checks the gradient of a step.
-        check_micro_batch: Function that replaces `check` in a guard around an accumulation. It
-            checks each micro-batch.
-        check_window: Function that checks the gradient of each window in a guard around an
-            accumulation, or None.
+        check_micro_batch: Function that replaces `check` for the micro-batches of an accumulation
+            inside this guard, or None.
+        checks_window: Whether `check` also checks the gradient of each window of this accumulation.
         init: Function `params -> rule_state` that returns the guard's own initial state.
-        advance: Function `(rule_state, observed, skipped) -> rule_state`. Its result is kept if
-            this guard skipped, or if the gradient was applied or accumulated.
-        unscale: Function `(grads, rule_state) -> grads` that is applied before the check.
+        advance: Function `(rule_state, observed, skipped) -> rule_state`, or None if the state does
+            not change. Its result is kept if this guard skipped, or if the gradient was applied or
+            accumulated.
+        unscale: Function `(grads, rule_state) -> grads` that is applied before the check, or None.
         check_step: Function `(updates, before, after, params) -> rejections` that checks a computed
             step and the inner states before and after it, or None.
         has_failed: Function `(rule_state, skipped) -> bool[]` that returns whether training cannot
-            recover from a skip.
+            recover from a skip, or None.
         trainable: Leaves that are checked; other leaves reach the inner transformation as zeros.
         axis_name: Mapped axes over which every leaf is sharded.
         max_consecutive_skips: Number of consecutive skips after which `guard_failed` is set, or
@@ -67,35 +64,40 @@ class Guard(NamedTuple):
     name: str
     causes: tuple[str, ...]
     check: GradientCheck
-    check_micro_batch: GradientCheck
-    check_window: GradientCheck | None = None
+    check_micro_batch: GradientCheck | None = None
+    checks_window: bool = False
     init: Callable[[Tree], Tree] = lambda params: ()
-    advance: Callable[[Tree, Tree, Scalar], Tree] = lambda rule_state, observed, skipped: rule_state
-    unscale: Callable[[Tree, Tree], Tree] = lambda grads, rule_state: grads
+    advance: Callable[[Tree, Tree, Scalar], Tree] | None = None
+    unscale: Callable[[Tree, Tree], Tree] | None = None
     check_step: Callable[..., Rejections] | None = None
-    has_failed: Callable[[Tree, Scalar], Scalar | bool] = lambda rule_state, skipped: False
+    has_failed: Callable[[Tree, Scalar], Scalar] | None = None
     trainable: Mask = None
     axis_name: AxisName = None
     max_consecutive_skips: Count | None = None
 
-    def receive(
+    def prepare(
         self, grads: Tree, extra_args: ExtraArgs, rule_state: Tree, params: Tree
     ) -> tuple[Tree, ExtraArgs]:
         """Unscale a gradient, and set the leaves that are not trainable to zero.
 
-        An extra argument `grad` that is a gradient is unscaled as well.
+        The extra argument `grad` is unscaled as well if it has the structure of the gradient.
         """
-        if is_gradient(extra_args, grads):
-            extra_args = extra_args | {"grad": self.unscale(extra_args["grad"], rule_state)}
-        grads = zero_excluded(self.trainable, self.unscale(grads, rule_state), params_of(params))
-        return grads, extra_args
+        if self.unscale is not None:
+            if is_gradient(extra_args, grads):
+                extra_args = extra_args | {"grad": self.unscale(extra_args["grad"], rule_state)}
+            grads = self.unscale(grads, rule_state)
+        return zero_excluded(self.trainable, grads, params_of(params)), extra_args
 
     def norm(self, grads: Tree) -> Scalar:
         """Return the norm of a gradient on all devices."""
         return norm_of_leaves(inexact_leaves(grads), 2.0, self.axis_name)
 
     def next_state(
-        self, state: GuardState, causes: Causes, observed: Tree, is_used: Scalar | bool
+        self,
+        state: GuardState,
+        causes: dict[str, Scalar],
+        observed: Tree,
+        is_used: Scalar | bool,
     ) -> GuardState:
         """Count a skip by its cause, and update the guard's own state.
 
@@ -105,6 +107,8 @@ class Guard(NamedTuple):
             cause: increment_where(count, causes.get(cause, False))
             for cause, count in state.skipped.items()
         }
+        if self.advance is None:
+            return GuardState(counts, state.rule_state)
         is_skipped = has_any(causes)
         with named(self.name):
             advanced = self.advance(state.rule_state, observed, is_skipped)
@@ -112,7 +116,7 @@ class Guard(NamedTuple):
         return GuardState(counts, rule_state)
 
 
-def has_any(causes: Causes) -> Scalar:
+def has_any(causes: dict[str, Scalar]) -> Scalar:
     """Return whether a guard skips."""
     return functools.reduce(jnp.logical_or, causes.values(), jnp.bool_(False))
 

@@ -1,4 +1,4 @@
-"""Check gradients with guards, and record which guards skip them."""
+"""Check gradients and steps with guards, and record which guards skip them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from .._errors import named
 from .._types import Array, Scalar, Tree
 from ._extra_args import ExtraArgs
-from ._guard import Causes, GradientCheck, Guard, Rejections
+from ._guard import Guard, Rejections
 from ._state import CallOutcome, GuardState
 
 
 class Skips(NamedTuple):
-    """Why each guard skips. Only the first guard that rejects a gradient or a step skips it.
+    """Which guards skip, and why. Only the first guard that rejects a gradient or a step skips it.
 
     Attributes:
-        causes: For each guard, from the outermost to the innermost, whether it skips for each
-            cause, such as "nonfinite"; empty if the guard has not checked anything.
+        causes: Whether a guard skips for a cause. The keys consist of the position of the guard and
+            the cause, such as `(0, "nonfinite")`. Guards that have not checked anything have no
+            entries.
     """
 
-    causes: tuple[Causes, ...]
-
-    @classmethod
-    def none(cls, num_guards: int) -> Skips:
-        """Return the skips of guards that have not checked anything."""
-        return cls(({},) * num_guards)
+    causes: dict[tuple[int, str], Scalar]
 
     @property
     def is_accepted(self) -> Scalar | bool:
@@ -39,38 +34,36 @@ class Skips(NamedTuple):
         If no guard has checked anything, this is the Python bool True, which is known during
         tracing, so that no branch is compiled.
         """
-        found = [x for causes in self.causes for x in causes.values()]
-        return ~functools.reduce(operator.or_, found) if found else True
+        return ~functools.reduce(operator.or_, self.causes.values()) if self.causes else True
 
     @property
     def flags(self) -> Array | int:
         """The flags of `CallOutcome` for all guards, int32[]."""
-        found = [
-            flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), x)
-            for causes in self.causes
-            for cause, x in causes.items()
-        ]
-        return functools.reduce(operator.or_, found, 0)
+        flags: Array | int = 0
+        for (_, cause), is_skipped in self.causes.items():
+            flags |= flag_where(CallOutcome.SKIPPED | CallOutcome.of_cause(cause), is_skipped)
+        return flags
 
-    def rejected_by(self, guard: int, rejections: Rejections) -> Skips:
-        """Add the rejections of the guard with this index, unless a guard has already skipped."""
+    def of_guard(self, position: int) -> dict[str, Scalar]:
+        """Return whether the guard with this position skips, for each cause."""
+        return {cause: x for (guard, cause), x in self.causes.items() if guard == position}
+
+    def rejected_by(self, position: int, rejections: Rejections) -> Skips:
+        """Add the rejections of one guard, unless another guard already skips."""
         is_first = self.is_accepted
-        added = {cause: jnp.asarray(x & is_first) for cause, x in rejections.items()}
-        causes = _union(self.causes[guard], added)
-        return Skips((*self.causes[:guard], causes, *self.causes[guard + 1 :]))
+        added = {(position, cause): jnp.asarray(x & is_first) for cause, x in rejections.items()}
+        return self.merged(Skips(added))
 
-    def where(self, is_checked: Scalar) -> Skips:
-        """Return the skips where `is_checked` is true, and no skips elsewhere."""
-        return jax.tree.map(lambda x: x & is_checked, self)
+    def only_if(self, is_checked: Scalar) -> Skips:
+        """Return this object if `is_checked` is true, and otherwise one in which no guard skips."""
+        return Skips({key: x & is_checked for key, x in self.causes.items()})
 
     def merged(self, others: Skips) -> Skips:
-        """Return the union of the skips in two checks."""
-        return Skips(tuple(map(_union, self.causes, others.causes)))
-
-
-def _union(a: Causes, b: Causes) -> Causes:
-    """Return whether a guard skips for each cause in one of two checks."""
-    return {**a, **b, **{cause: a[cause] | b[cause] for cause in a.keys() & b.keys()}}
+        """Combine the results of two checks."""
+        causes = dict(self.causes)
+        for key, is_skipped in others.causes.items():
+            causes[key] = causes[key] | is_skipped if key in causes else is_skipped
+        return Skips(causes)
 
 
 def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
@@ -78,49 +71,86 @@ def flag_where(flag: CallOutcome, is_set: Scalar | bool) -> Array:
     return jnp.where(is_set, jnp.int32(int(flag)), 0)
 
 
-class PlacedGuard(NamedTuple):
-    """A guard, its place in `Skips.causes`, and its state before the call."""
+class IndexedGuard(NamedTuple):
+    """A guard, its position among all guards from the outermost to the innermost, and its state."""
 
-    place: int
+    position: int
     guard: Guard
     state: GuardState
 
 
 class Checked(NamedTuple):
-    """A gradient that guards have received and checked.
+    """A gradient that guards have prepared and checked.
 
     Attributes:
         grads: The gradient, unscaled and masked.
-        extra_args: The extra arguments, in which a gradient `grad` is unscaled as well.
+        extra_args: The extra arguments, in which `grad` is unscaled as well.
         skips: Which guards skip the gradient.
-        observed: Second result of the check of each of these guards; see `Guard.advance`.
+        observed: For each guard, the second result of its check, keyed by position; see
+            `Guard.advance`.
         norm: Norm of the gradient that the first of these guards checked; None without guards.
     """
 
     grads: Tree
     extra_args: ExtraArgs
     skips: Skips
-    observed: list[Tree]
+    observed: dict[int, Tree]
     norm: Scalar | None
 
 
-def receive(
-    guards: Sequence[PlacedGuard],
-    checks: Sequence[GradientCheck],
+def check_gradient(
+    guards: Sequence[IndexedGuard],
     grads: Tree,
     params: Tree,
     extra_args: ExtraArgs,
     skips: Skips,
+    *,
+    is_micro_batch: bool = False,
 ) -> Checked:
-    """Unscale, mask and check a gradient with each of the guards."""
-    observed: list[Tree] = []
+    """Prepare and check a gradient with each of the guards."""
+    observed: dict[int, Tree] = {}
     norms: list[Scalar] = []
-    for (i, guard, state), check in zip(guards, checks, strict=True):
+    for position, guard, state in guards:
+        check = (is_micro_batch and guard.check_micro_batch) or guard.check
         with named(guard.name):
-            grads, extra_args = guard.receive(grads, extra_args, state.rule_state, params)
+            grads, extra_args = guard.prepare(grads, extra_args, state.rule_state, params)
             norms.append(guard.norm(grads))
-            rejections, seen = check(grads, norms[-1], state.rule_state, params, extra_args)
-        skips = skips.rejected_by(i, rejections)
-        observed.append(seen)
+            given = grads, norms[-1], state.rule_state, params, extra_args
+            rejections, observed[position] = check(*given)
+        skips = skips.rejected_by(position, rejections)
     norm = norms[0].astype(jnp.float32) if norms else None
     return Checked(grads, extra_args, skips, observed, norm)
+
+
+def check_window(
+    guards: Sequence[IndexedGuard], grads: Tree, params: Tree, extra_args: ExtraArgs
+) -> Skips:
+    """Check the gradient of a window with the guards around the accumulation.
+
+    Micro-batches, and not windows, update the states of these guards.
+    """
+    skips = Skips({})
+    for position, guard, state in guards:
+        if guard.checks_window:
+            with named(guard.name):
+                given = grads, guard.norm(grads), state.rule_state, params, extra_args
+                rejections, _ = guard.check(*given)
+            skips = skips.rejected_by(position, rejections)
+    return skips
+
+
+def check_step(
+    guards: Sequence[IndexedGuard],
+    updates: Tree,
+    before: Tree,
+    after: Tree,
+    params: Tree,
+    skips: Skips,
+) -> Skips:
+    """Check a computed step and the inner states before and after it."""
+    for position, guard, _ in guards:
+        if guard.check_step is not None:
+            with named(guard.name):
+                rejections = guard.check_step(updates, before, after, params)
+            skips = skips.rejected_by(position, rejections)
+    return skips

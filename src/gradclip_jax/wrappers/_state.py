@@ -40,7 +40,7 @@ class CallOutcome(enum.IntFlag):
 
     @classmethod
     def of_cause(cls, cause: str) -> CallOutcome:
-        """Return the flag of the cause of a skip, such as "large_norm"."""
+        """Return the flag for a cause, such as "large_norm"."""
         return cls[f"SKIPPED_{cause.upper()}"]
 
 
@@ -57,11 +57,11 @@ class GuardState(NamedTuple):
 
 
 class WrapperState(NamedTuple):
-    """State of guards and an accumulation that are directly around each other.
+    """State of directly nested guards and at most one accumulation.
 
     The order of the fields matters for donation. JAX drops donated arrays that `update` does not
-    read, and pairs the others with the outputs by position. If an array that is not read came
-    before others, XLA would copy them. Such fields are therefore last.
+    read, and pairs the others with the outputs by position. If a field that `update` does not read
+    came first, XLA would copy the arrays after it. Such fields are therefore last.
 
     Attributes:
         consecutive_skips: Number of skipped calls, and of windows whose total weight is 0, since
@@ -71,7 +71,8 @@ class WrapperState(NamedTuple):
         outer_guards: State of each guard around the accumulation, from the outermost to the
             innermost.
         accumulation: `AccumulationState`, or None without an accumulation.
-        inner_guards: State of each guard inside the accumulation, or of all guards without one.
+        inner_guards: State of each guard inside the accumulation; of all guards if there is no
+            accumulation.
         inner_state: State of the inner transformation.
         grad_norm: Norm of the last gradient that the outermost guard received, float32[]; None
             without guards.
@@ -108,7 +109,7 @@ def outcome_of(state: Tree) -> Scalar:
     """Return the flags of the last call; `APPLIED` without guards and accumulations.
 
     If a state contains several guards or accumulations side by side, as in `optax.partition`, their
-    flags are combined; a call that applied some updates is not `ACCUMULATED`.
+    flags are combined; `ACCUMULATED` is then set only if no update was applied.
     """
     kinds = WrapperState, optax.MultiStepsState, optax.ApplyIfFiniteState
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))

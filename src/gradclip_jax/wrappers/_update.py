@@ -9,18 +9,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, check_transformation, is_scalar, shortened
+from .._checks import (
+    check_same_structure,
+    check_transformation,
+    check_values,
+    is_scalar,
+    shortened,
+)
 from .._clip_order import check_clip_order
 from .._errors import public, type_error, warn
 from .._metrics import metric_names
 from .._states import plain_arrays, with_structure_of
 from .._types import Tree, as_pytree
 from ._accumulation import Accumulation
-from ._execute import execute
+from ._execute import apply_updates, execute
 from ._extra_args import ExtraArgs
 from ._guard import Guard, Measure, check_guard_arguments
-from ._nesting import Wrappers
-from ._step import apply_updates
+from ._wrappers import Wrappers
 
 
 class InPlaceUpdate:
@@ -44,7 +49,7 @@ class InPlaceUpdate:
 @as_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate(InPlaceUpdate):
-    """The `update` function of a transformation inside guards or an accumulation.
+    """The `update` function of guards and an accumulation.
 
     The function is a callable object instead of a closure, so that another guard can read and
     extend its `wrappers`, even if a trainer has rebuilt the transformation from `init` and
@@ -58,29 +63,29 @@ class WrapperUpdate(InPlaceUpdate):
         self, updates: Tree, state: Tree, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
         """Return the update of the inner transformation, or zeros if it does not run."""
-        result = execute(self.wrappers, updates, state, params, extra_args)
-        return result.updates, result.state
+        step, _, state = execute(self.wrappers, updates, state, params, extra_args)
+        return step.updates, state
 
     def apply(
         self, grads: Tree, state: Tree, params: Tree, extra_args: ExtraArgs, measure: Measure | None
     ) -> tuple[Tree, Tree, Tree]:
         """Implement `apply_gradients`."""
         arguments = grads, state, params, extra_args
-        result = execute(self.wrappers, *arguments, in_place=True, measure=measure)
-        return result.params, result.state, result.measured
+        step, params, state = execute(self.wrappers, *arguments, in_place=True, measure=measure)
+        return params, state, step.measured
 
 
 def wrap(
     wrapper: Guard | Accumulation, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation, or extend the guards and accumulation that are directly around it."""
+    """Wrap a transformation, or add another wrapper if it is already wrapped."""
     if isinstance(wrapper, Guard):
         arguments = wrapper.axis_name, wrapper.trainable, wrapper.max_consecutive_skips
         check_guard_arguments(inner, *arguments)
     if isinstance(inner.update, WrapperUpdate):
         wrappers = inner.update.wrappers
     else:
-        wrappers = Wrappers(optax.with_extra_args_support(inner))
+        wrappers = Wrappers(wrapper.name, optax.with_extra_args_support(inner))
     wrappers = wrappers.with_outer(wrapper)
     init: Any = jax.tree_util.Partial(Wrappers.init, wrappers)  # a pytree, unlike a bound method
     return optax.GradientTransformationExtraArgs(init, WrapperUpdate(wrappers))
@@ -111,7 +116,7 @@ def apply_gradients(
         The new parameters, with unchanged dtypes and types, and the new state.
 
     Raises:
-        TypeError: If `tx` is not a gradient transformation, or clips before a loss scale.
+        TypeError: If `tx` is not a gradient transformation, or if it clips scaled gradients.
 
     Examples:
         >>> import jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -127,6 +132,8 @@ def apply_gradients(
     arrays = plain_arrays((grads, state, params))
     if jax.tree.structure(arrays) != jax.tree.structure((grads, state, params)):
         return with_structure_of((params, state), apply_gradients(tx, *arrays, **extra_args))
+    for name, tree in (("grads", grads), ("state", state), ("params", params)):
+        check_values(name, tree)
     _warn_of_unread_weight(extra_args, state)
     check_clip_order(state)
     _check_order(grads, state, params)

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._detect import Detector
 from gradclip_jax.monitoring._rows import MEASURED, Names, Outcome, Rows
+from gradclip_jax.monitoring.host._detect import Detector
 
 STEPS, UNITS, AT = 400, 5, 300
 
@@ -190,6 +190,13 @@ def test_a_loss_that_explodes_after_it_has_fallen_is_an_outlier_and_one_that_onl
     found = Detector(Names()).update(growing)
     assert {"risen", "growth"} <= {kind for x in found for kind in x.kinds}
     assert all("growth" in x.kinds for x in found if "loss" in x.kinds)
+
+
+def test_a_loss_that_rises_and_falls_all_the_time_is_reported_again_only_if_it_rises_further():
+    levels = [1.0, 1.6] * 20
+    found = Detector(Names()).update(lone_rows(np.repeat([*levels, 1.0, 2.1], 20)))
+    risen = [x.step // 20 for x in found if "risen" in x.kinds]
+    assert risen == [1, len(levels) + 1]
 
 
 def test_a_loss_whose_sign_changes_has_not_risen():

@@ -14,9 +14,9 @@ import pytest
 from files import python
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
-from gradclip_jax.monitoring._lines import to_incidents, to_lines, to_rows
-from gradclip_jax.monitoring._log import read_columns, to_json
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring.host._lines import to_incidents, to_lines, to_rows
+from gradclip_jax.monitoring.host._log import read_columns, to_json
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"))
 ALL = Outcome.APPLIED | Outcome.CLIPPED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID
@@ -315,7 +315,7 @@ def test_an_incident_in_a_log_is_the_same():
 
 READ = """
 import resource, sys
-from gradclip_jax.monitoring import _lines, _log
+from gradclip_jax.monitoring.host import _lines, _log
 def usage():
     x = resource.getrusage(resource.RUSAGE_SELF)
     return x.ru_utime + x.ru_stime, x.ru_maxrss / 1024

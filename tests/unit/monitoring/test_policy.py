@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._evidence import find_evidence
-from gradclip_jax.monitoring._policy import DECISION, Policy
 from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring.host._evidence import find_evidence
+from gradclip_jax.monitoring.host._policy import Policy
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
 SKIPPED = GOOD & ~Outcome.APPLIED | Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
@@ -241,7 +241,7 @@ def test_a_stretch_that_was_open_at_the_rewind_may_continue_once(restarts):
     run = Run(saved=[0])
     assert run.read(82, bad=range(50, 82)) == "rewind" and len(run.last.batch_ids) == 32
     if restarts:
-        decision = json.loads(json.dumps(dict(zip(DECISION, run.last, strict=False))))
+        decision = json.loads(json.dumps(run.last._asdict()))
         run = Run(saved=[0], events=[decision, {"rewind_to": 0}])
         run.offset = 32
     else:
@@ -317,7 +317,7 @@ def test_a_policy_from_a_log_knows_a_pending_action_and_the_batches_to_give_back
     run, events = Run(saved=[0]), []
     for _ in range(2):
         run.read(70, bad=[50, 51, 52])
-        line = json.dumps(dict(zip(DECISION, run.last, strict=False)))
+        line = json.dumps(run.last._asdict())
         events += [json.loads(line), {"rewind_to": 0}]
         run.rewind()
     again = Run(saved=[0], events=events[:1])

@@ -351,3 +351,12 @@ def test_the_row_is_written_after_its_counter_saturates():
     for size in (1.0, 2.0):
         _, state = tx.update({"w": np.float32([size])}, state, params)
         assert gcx.metrics(state)["grad_norm"] == size
+
+
+def test_a_micro_batch_that_a_guard_outside_skips_belongs_to_its_window():
+    tx = gcx.watch(gcx.skip_spikes(gcx.accumulate_gradients(SGD, 3), norm=10.0))
+    rows = rows_of_sizes(tx, 1, 100, 1, 1, 100, 1, 1, 1)
+    is_open = rows.has(Outcome.ACCUMULATED).tolist()
+    # Without another micro-batch, the window has not begun.
+    assert is_open == [True, True, True, False, False, True, True, False]
+    assert rows.has(Outcome.SKIPPED).tolist() == [i in (1, 4) for i in range(8)]

@@ -86,11 +86,12 @@ def methods(loss, params, batch):
         one = jax.tree.map(lambda x: x[0], examples.batch)
         outputs = examples.outputs_of_one(examples.leaves, one)
         for (path, _), grad in zip(jax.tree.leaves_with_path(params), outputs.grads, strict=True):
-            terms = as_factored(grad).terms
-            is_plain = len(terms) > 0 and all(len(term.factors) == 1 for term in terms)
-            method = "materialized" if is_plain else "product"
-            if isinstance(grad, Convolution) and not grad.is_small():
-                method = "pixels"
+            if isinstance(grad, Convolution):
+                method = "product" if grad.is_small() else "pixels"
+            else:
+                terms = as_factored(grad).terms
+                is_plain = len(terms) > 0 and all(len(term.factors) == 1 for term in terms)
+                method = "materialized" if is_plain else "product"
             found[jax.tree_util.keystr(path)] = "gram" if gram_terms(grad) else method
         return outputs.value
 

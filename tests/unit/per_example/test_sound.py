@@ -42,6 +42,19 @@ def test_factors_whose_rows_are_of_opposite_magnitude():
     assert_sound(loss, w, batch, max_norm=1.0)
 
 
+def test_squares_that_underflow_are_part_of_the_error_bound():
+    def loss(w, example):
+        x, g = example
+        return jnp.sum((x @ w) * g)
+
+    x = np.full((1, 1, 4097), 2.0**-63.6, np.float32)  # squares below 2^-126
+    x[..., 0] = 2.0**-52
+    w, g = np.zeros((4097, 64), np.float32), array(1, 1, 64, seed=1) * np.float32(2.0**50)
+    true = size_of(x) * size_of(g)
+    (norm,) = jax.jit(gcx.per_example.norms(loss))(w, (x, g))
+    assert norm == pytest.approx(true, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_sum_of_many_examples_of_narrow_parameters_is_that_of_each_in_float32():
     dtype = jnp.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -16,30 +17,26 @@ from .._states import find_states
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._guard import Guard, params_of
+from ._skips import IndexedGuard
 from ._state import GuardState, WrapperState
 
 
 class Wrappers(NamedTuple):
-    """Guards and an accumulation that are directly around a transformation.
+    """Guards and at most one accumulation that wrap a transformation.
 
     Attributes:
-        inner: Transformation inside all guards and the accumulation.
+        name: Name of the public function that created the outermost wrapper, for error messages.
+        inner: The transformation that the guards and the accumulation wrap.
         outer_guards: Guards around the accumulation, from the outermost to the innermost.
         accumulation: The accumulation, or None.
         inner_guards: Guards inside the accumulation; all guards if there is no accumulation.
     """
 
+    name: str
     inner: optax.GradientTransformationExtraArgs
     outer_guards: tuple[Guard, ...] = ()
     accumulation: Accumulation | None = None
     inner_guards: tuple[Guard, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The public function of the outermost guard or accumulation, for errors."""
-        return next(
-            x.name for x in (*self.outer_guards, self.accumulation, *self.inner_guards) if x
-        )
 
     @property
     def all_guards(self) -> tuple[Guard, ...]:
@@ -48,13 +45,21 @@ class Wrappers(NamedTuple):
 
     def with_outer(self, wrapper: Guard | Accumulation) -> Wrappers:
         """Return the wrappers with one more guard or accumulation around them."""
-        if isinstance(wrapper, Guard):
+        named_wrappers = self._replace(name=wrapper.name)
+        if not isinstance(wrapper, Guard):
             if self.accumulation is not None:
-                return self._replace(outer_guards=(wrapper, *self.outer_guards))
-            return self._replace(inner_guards=(wrapper, *self.inner_guards))
+                _raise_nested_accumulations()
+            return named_wrappers._replace(accumulation=wrapper)
         if self.accumulation is not None:
-            _raise_nested_accumulations()
-        return self._replace(accumulation=wrapper)
+            return named_wrappers._replace(outer_guards=(wrapper, *self.outer_guards))
+        return named_wrappers._replace(inner_guards=(wrapper, *self.inner_guards))
+
+    def indexed_guards(self, state: WrapperState) -> tuple[list[IndexedGuard], list[IndexedGuard]]:
+        """Return the outer and the inner guards, each with its position and its state."""
+        states = state.outer_guards + state.inner_guards
+        guards = list(map(IndexedGuard, itertools.count(), self.all_guards, states))
+        num_outer = len(self.outer_guards)
+        return guards[:num_outer], guards[num_outer:]
 
     def init(self, params: Tree) -> WrapperState:
         """Return the initial state."""
@@ -78,23 +83,19 @@ class Wrappers(NamedTuple):
     def check_state(self, state: Any) -> None:
         """Raise if a state does not belong to these wrappers."""
         check_state(state, WrapperState, "consecutive_skips")
-        hint = "Convert it with `gcx.convert_state(tx, state, params)`."
-        if (self.accumulation is None) != (state.accumulation is None):
-            got = (
-                "one with an accumulation" if state.accumulation else "one without an accumulation"
-            )
-            raise type_error("state", "the state of this transformation", got, hint)
-        for guards, states in (
-            (self.outer_guards, state.outer_guards),
-            (self.inner_guards, state.inner_guards),
+        states = state.outer_guards + state.inner_guards
+        found = [tuple(sorted(guard.skipped)) for guard in states]
+        expected = [tuple(sorted(guard.causes)) for guard in self.all_guards]
+        if (len(state.outer_guards), found) != (len(self.outer_guards), expected) or (
+            (state.accumulation is None) != (self.accumulation is None)
         ):
-            causes = [set(x.skipped) for x in states]
-            if causes != [set(guard.causes) for guard in guards]:
-                got = f"one of guards with the causes {causes}"
-                raise type_error("state", "the state of these guards", got, hint)
+            number = "no" if state.accumulation is None else "an"
+            got = f"one with {number} accumulation, and guards that count {found}"
+            hint = "Convert it with `gcx.convert_state(tx, state, params)`."
+            raise type_error("state", "the state of this transformation", got, hint)
 
     def _check_nesting(self, guards: tuple[GuardState, ...], inner_state: Tree) -> None:
-        """Raise if a guard is around a chain with an accumulation, or around a loss scale."""
+        """Raise an error if a guard wraps a loss scale or a chain with an accumulation."""
         names = metric_names(inner_state)
         has_inner_scale = any(hasattr(guard.rule_state, "loss_scale") for guard in guards[1:])
         if has_inner_scale or (guards and "loss_scale" in names):
@@ -110,7 +111,7 @@ class Wrappers(NamedTuple):
         ):
             _raise_nested_accumulations()
         if has_accumulation:
-            # The guard would check micro-batches only, and could not close a window.
+            # The guard would only check micro-batches, and never the gradient of a window.
             rule = "a transformation without an accumulation inside a chain or another wrapper"
             hint = (
                 "Place the guard directly around the accumulation, as in `optax.chain(clip, "

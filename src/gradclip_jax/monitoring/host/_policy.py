@@ -25,19 +25,17 @@ The policy then advises a second rewind before `lower`.
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
 
-from .._errors import value_error
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import Rows
 from ._detect import Incident
 from ._evidence import MOST_REWINDS, QUIET, Evidence, bad_rows, find_evidence
 from ._outliers import run_lengths
-from ._rows import Names, Rows
 
 FORGET = 1000
 """Number of steps without evidence after which earlier rewinds no longer count."""
@@ -68,18 +66,33 @@ class Report(NamedTuple):
     good_step: int | None
     batch_ids: list[int]
     num_rewinds: int
-    num_lowers: int = 0
-    is_open: bool = False
-    incidents: Sequence[Incident] = ()
-    rows: Rows = Rows.zeros(0, Names())
-    lost_rows: int = 0
+    num_lowers: int
+    is_open: bool
+    incidents: Sequence[Incident]
+    rows: Rows
+    lost_rows: int
+
+
+class Decision(NamedTuple):
+    """The fields of a report that are logged and are equal in all processes; see `Report`."""
+
+    step: int
+    action: str
+    reason: str
+    good_step: int | None
+    batch_ids: list[int]
+    num_rewinds: int
+    num_lowers: int
+    is_open: bool
+
+    @classmethod
+    def of(cls, report: Report) -> "Decision":
+        """Return the decision in a report."""
+        return cls._make(report[: len(cls._fields)])
 
 
 ACTIONS: Final = ("continue", "save", "rewind", "lower", "stop")
 """The values of `Report.action`."""
-
-DECISION = Report._fields[:8]
-"""The fields of a report that are logged and are equal in all processes."""
 
 
 class Checkpoints:
@@ -146,14 +159,15 @@ class Policy:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
         self.rewind_on_rise, self.checkpoints = rewind_on_rise, Checkpoints()
-        self.last, self.is_pending = Report(0, "continue", "", None, [], 0), False
+        self.last = Decision(0, "continue", "", None, [], 0, 0, False)
+        self.is_pending = False
         self.confirmed_ids, self.explained_until = list[int](), 0
         for event in events:
             self.is_pending = "action" in event
             if self.is_pending:
                 if not self.last.is_open:
                     self.confirmed_ids = self.last.batch_ids
-                self.last = Report(**{name: event[name] for name in DECISION})
+                self.last = Decision(**event)
 
     def rewound(self, step: int) -> None:
         """Continue from an earlier step, because the run was rewound or restarted."""
@@ -167,17 +181,14 @@ class Policy:
         incidents: Sequence[Incident],
         first_new: int = 0,
         saved: Iterable[int] | None = None,
-    ) -> Report:
-        """Decide what to do.
+    ) -> Decision:
+        """Return what to do.
 
         Args:
             rows: The last rows, with increasing steps.
             incidents: The incidents in these rows.
             first_new: The first step that the last call did not read.
             saved: Indices of all checkpoints that exist; None if they have not changed.
-
-        Returns:
-            A report without incidents and rows.
         """
         if saved is not None:
             self.checkpoints.replace(saved)
@@ -207,27 +218,24 @@ class Policy:
         if self.is_pending:
             return self.last._replace(step=rows.end)
         can_save = num_quiet[-1:].sum() >= QUIET and not self.checkpoints.has_candidate
-        return Report(
+        return self.last._replace(
             step=rows.end,
             action="save" if can_save else "continue",
             reason=no_rewind,
             good_step=self.checkpoints.good_step,
-            batch_ids=self.last.batch_ids,
             num_rewinds=num_rewinds,
-            num_lowers=self.last.num_lowers,
+            is_open=False,
         )
 
-    def replace(self, last: Report, report: Report) -> Report:
-        """Use the report that the function `policy` returned; `last` is the previous decision."""
-        decided = slice(1, len(DECISION))  # the step is not part of a decision
-        self.is_pending = report.action not in ("continue", "save")
+    def replace(self, last: Decision, decision: Decision) -> None:
+        """Use the decision of the function `policy`; `last` is the decision before this read."""
+        self.is_pending = decision.action not in ("continue", "save")
         if not self.is_pending:
             self.last = last
-        elif report[decided] != self.last[decided]:
-            self.last = report
-        return report
+        elif decision[1:] != self.last[1:]:  # without the step
+            self.last = decision
 
-    def _decide(self, found: Evidence, num_rewinds: int) -> Report:
+    def _decide(self, found: Evidence, num_rewinds: int) -> Decision:
         """Return the decision for this evidence after the given number of rewinds."""
         last, action, reason = self.last, found.action, found.reason
         has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
@@ -243,7 +251,7 @@ class Policy:
             reason += "; it has returned without the batches that were left out"
         elif not has_returned:
             self.confirmed_ids = last.batch_ids
-        return Report(
+        return Decision(
             step=found.step + 1,
             action=action,
             reason=reason,
@@ -255,26 +263,14 @@ class Policy:
         )
 
 
-def check_same_log(report: Report) -> None:
-    """Raise in all processes unless the logs that they have read lead to the same decision."""
+def of_all_processes(decision: Decision) -> list[Decision]:
+    """Return the decision of each process; all processes must call this function."""
     if jax.process_count() == 1:
-        return
+        return [decision]
     from jax.experimental import multihost_utils
 
-    checksum = zlib.crc32(json.dumps(report[: len(DECISION)]).encode())
-    if len(np.unique(multihost_utils.process_allgather(np.uint32(checksum)))) > 1:
-        hint = "Use a file system that all processes share."
-        raise value_error("log", "the same file in all processes", "different decisions", hint)
-
-
-def agreed(report: Report) -> Report:
-    """Return the decision of process 0 in all processes, because their files may differ."""
-    if jax.process_count() == 1:
-        return report
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps(report[: len(DECISION)]).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    decision = json.loads(np.asarray(sent, np.uint8).tobytes())
-    return report._replace(**dict(zip(DECISION, decision, strict=True)))
+    text = np.frombuffer(json.dumps(decision).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    texts = multihost_utils.process_allgather(np.resize(text, max(sizes)))
+    found = (x[:size].tobytes() for x, size in zip(np.asarray(texts, np.uint8), sizes, strict=True))
+    return [Decision(*json.loads(x)) for x in found]

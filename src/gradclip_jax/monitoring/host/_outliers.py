@@ -20,7 +20,8 @@ near an outlier,
 
 **Lasting rises.** A column has risen permanently if the lowest of its last BLOCK values is above a
 ratio times the highest of its best BLOCK values. The new values then replace the best values, so
-that each rise is reported once, and again if it continues.
+that each rise is reported once, and again if it continues. The n-th rise must exceed the n-th power
+of the ratio, because some losses rise and fall slowly all the time.
 
 **Streaks.** A condition that holds in consecutive rows is reported once its streak is long enough,
 and at least twice as long as all earlier streaks. A unit that often has no gradient, such as an
@@ -33,7 +34,7 @@ reads. `benchmarks/faults/constants.py` measures the effect of each constant.
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .._types import HostArray
+from ..._types import HostArray
 
 WINDOW = 128
 """Number of rows of a median. In a shorter window, a few outliers change the median."""
@@ -77,9 +78,9 @@ TREE, UPDATE, PARAMETER, LOG_LOSS, LOSS, NUM_SINGLE = range(6)
 """Indices of the columns with the gradient norm of the tree, the update norm, the parameter norm,
 the logarithm of the loss, and the loss. Columns of units and taps follow."""
 
-_KEPT = HISTORY + WINDOW
-"""Number of rows to keep: the rows of a tail, and more than 3 * PERIOD earlier rows, for rows near
-an outlier and for an incomplete period."""
+BUFFER_SIZE = HISTORY + WINDOW
+"""Number of rows that `Outliers` keeps: the rows of a tail, and more than 3 * PERIOD earlier rows,
+for rows near an outlier and for an incomplete period."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
@@ -130,9 +131,9 @@ class Outliers:
         self.width, self.tail = np.full(size, WIDTH["other"]), np.full(size, TAIL["other"])
         self.width[TREE] = WIDTH["tree"]
         self.tail[TREE] = TAIL["other" if num_units else "tree"]
-        # The last _KEPT rows, and the rows of the last call.
-        self.values, self.excesses = np.full((2, _KEPT, size), np.nan, np.float32)
-        self.is_outlier, self.count = np.zeros((_KEPT, size), bool), 0
+        # The last BUFFER_SIZE rows, and the rows of the last call.
+        self.values, self.excesses = np.full((2, BUFFER_SIZE, size), np.nan, np.float32)
+        self.is_outlier, self.count = np.zeros((BUFFER_SIZE, size), bool), 0
 
     def compare(self, values: HostArray) -> HostArray:
         """Compare the next rows, float[rows, columns] with NaN for unknown values.
@@ -143,7 +144,7 @@ class Outliers:
         index = self.count + np.arange(len(values))
         starts = np.where(index < WINDOW, index, index - index % PERIOD)
         starts, self.period = np.unique(starts, return_inverse=True)
-        self.starts, self.ends = starts, starts - self.count + _KEPT
+        self.starts, self.ends = starts, starts - self.count + BUFFER_SIZE
         self.values = _append(self.values, values)
         self.levels = self._levels()
         excess = values - self.levels[self.period]
@@ -157,7 +158,7 @@ class Outliers:
             rows = np.flatnonzero(self.period == i)
             found = excess[np.ix_(rows, columns)] > self._bound(i, columns)
             is_outlier[np.ix_(rows, columns)] = found
-            self.is_outlier[_KEPT + rows] = is_outlier[rows]
+            self.is_outlier[BUFFER_SIZE + rows] = is_outlier[rows]
         self.count += len(values)
         return np.where(is_outlier, excess, 0)
 
@@ -224,7 +225,8 @@ class LastingRises:
     """
 
     def __init__(self, log_ratios: HostArray):
-        self.log_ratios, self.best = log_ratios, np.full(len(log_ratios), np.inf)
+        self.log_ratios, self.bounds = log_ratios, log_ratios  # of the first and of the next rise
+        self.best = np.full(len(log_ratios), np.inf)
         self.values = np.full((2 * BLOCK - 1, len(log_ratios)), np.nan)
 
     def compare(self, values: HostArray) -> tuple[HostArray, HostArray, HostArray]:
@@ -245,9 +247,10 @@ class LastingRises:
         while start < len(values):  # the best values change after each rise
             earlier = np.vstack([self.best, highest[start:-BLOCK]])
             best[start:] = np.fmin.accumulate(earlier)[1:]
-            has_risen[start:] = lowest[start:] > best[start:] + self.log_ratios
+            has_risen[start:] = lowest[start:] > best[start:] + self.bounds
             stop = start + np.argmax(np.append(has_risen[start:-1].any(axis=1), True))
             self.best = np.where(has_risen[stop], highest[BLOCK + stop], best[stop])
+            self.bounds = self.bounds + np.where(has_risen[stop], self.log_ratios, 0)
             start = stop + 1
         return has_risen, lowest, best
 
@@ -277,8 +280,8 @@ class Streaks:
 
 
 def _append(old: HostArray, new: HostArray) -> HostArray:
-    """Append rows to the last _KEPT ones, as float32 because medians of float64 are slow."""
-    return np.concatenate([old[-_KEPT:], new.astype(old.dtype)])
+    """Append rows to the last BUFFER_SIZE ones, as float32 because medians of float64 are slow."""
+    return np.concatenate([old[-BUFFER_SIZE:], new.astype(old.dtype)])
 
 
 def _before(ends: HostArray, values: HostArray, count: int) -> HostArray:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import Outcome, Rows
 from ._detect import Incident
 from ._outliers import BLOCK, GAP, STARVING, WINDOW, median, quantiles, run_lengths
-from ._rows import Outcome, Rows
 
 QUIET = 32
 """Number of rows without an incident after which a save is advised, and after which an earlier
@@ -52,25 +52,6 @@ class Evidence(NamedTuple):
     is_fault: bool = False
 
 
-class RowRule(NamedTuple):
-    """A rule that finds evidence in single rows.
-
-    Attributes:
-        action: "rewind" or "stop".
-        reason: Description.
-        is_met: Whether each row is evidence, bool[rows].
-        num_windows: Number of windows to leave out, ending with the window of each row, int[rows];
-            None to leave out no batches.
-        is_fault: As in `Evidence`.
-    """
-
-    action: str
-    reason: str
-    is_met: HostArray
-    num_windows: HostArray | None = None
-    is_fault: bool = False
-
-
 def bad_rows(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
     """Return which steps were applied with a loss that is an outlier or a non-finite gradient.
 
@@ -103,44 +84,76 @@ def find_evidence(
         num_rewinds: Number of earlier rewinds, which may replace a rewind by a stop.
         patience: Number of rows after which a stretch that has not ended is evidence.
     """
-    reason = "a clip starves the optimizer, and the loss has not fallen since"
-    starved = RowRule("stop", reason, _is_starved(rows, starving))
-    rules = [*_row_rules(rows, is_bad, num_rewinds), starved]
-    found = [*_in_rows(rows, rules), *_stretches(rows, is_bad, patience)]
+    closes, is_skipped = rows.closes_window, rows.has(Outcome.SKIPPED)
+    num_bad, num_skipped = (run_lengths(closes & x, closes & ~x) for x in (is_bad, is_skipped))
+    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
+    never_closes = run_lengths(is_open, ~is_open) > LONGEST_WINDOW
+    differs = rows.has(Outcome.REPLICA_DIFFERS)
+    fails = is_skipped & rows.has(Outcome.GUARD_FAILED)
+    is_fatal, is_fault = _nonfinite_parameters(rows)
+    fault = "non-finite parameters after a finite gradient: the hardware or the optimizer is faulty"
+    skips = f"{QUIET} consecutive skipped steps"
+    no_fall = "a clip starves the optimizer, and the loss has not fallen since"
+    on_fault = "rewind" if num_rewinds < MOST_REWINDS else "stop"
+    on_difference = "stop" if num_rewinds else "rewind"
+    found = [
+        *_in_rows(rows, is_fault, on_fault, fault, is_fault=True),
+        *_in_rows(rows, is_fatal & ~is_fault, "rewind", "non-finite parameters", num_bad.clip(1)),
+        *_in_rows(rows, is_fatal, "stop", "non-finite parameters and no checkpoint to restore"),
+        *_in_rows(rows, num_skipped == QUIET, "rewind", skips, num_skipped),
+        *_in_rows(rows, fails, "stop", "guard_failed"),
+        *_in_rows(rows, never_closes, "stop", f"no window closed in {LONGEST_WINDOW} calls"),
+        *_in_rows(rows, differs, on_difference, "hardware: replicas differ", is_fault=True),
+        *_in_rows(rows, _is_starved(rows, starving), "stop", no_fall),
+        *_stretches(rows, is_bad, patience),
+    ]
     # At the same step, evidence for a rewind takes precedence over evidence for a stop.
     return sorted(found, key=lambda x: (x.step, x.action == "stop"))
 
 
-def _in_rows(rows: Rows, rules: list[RowRule]) -> Iterator[Evidence]:
-    """Yield the evidence in single rows."""
+def _in_rows(
+    rows: Rows,
+    is_met: HostArray,
+    action: str,
+    reason: str,
+    num_windows: HostArray | None = None,
+    is_fault: bool = False,
+) -> Iterator[Evidence]:
+    """Yield evidence for each row in the mask `is_met`.
+
+    The last `num_windows` windows are left out, int[rows]; None leaves out no batches.
+    """
     window = _windows(rows)
-    for rule in rules:
-        for t in np.flatnonzero(rule.is_met):
-            num = 0 if rule.num_windows is None else int(rule.num_windows[t])
-            step = int(rows.step[t])
-            first = int(rows.step[np.searchsorted(window, window[t] - max(num, 1) + 1)])
-            left_out = _batch_ids(rows, window[t] - num + 1, window[t])
-            reason = f"step {step}: {rule.reason}"
-            yield Evidence(step, rule.action, reason, left_out, first, is_fault=rule.is_fault)
+    for t in np.flatnonzero(is_met):
+        num = 0 if num_windows is None else int(num_windows[t])
+        step = int(rows.step[t])
+        first = int(rows.step[np.searchsorted(window, window[t] - max(num, 1) + 1)])
+        left_out = _batch_ids(rows, window[t] - num + 1, window[t])
+        yield Evidence(step, action, f"step {step}: {reason}", left_out, first, is_fault=is_fault)
 
 
 def _stretches(rows: Rows, is_bad: HostArray, patience: int) -> Iterator[Evidence]:
     """Yield stretches of bad rows that have ended or have lasted for `patience` rows."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    steps, losses, bad = rows.step[is_closed], rows.loss[is_closed], _windows(rows)[is_bad]
-    last = -1
+    steps, losses = rows.step[rows.closes_window], rows.loss[rows.closes_window]
+    bad = _windows(rows)[is_bad]
+    last, end = -1, len(steps) - 1
     for stretch in np.split(bad, np.flatnonzero(np.diff(bad) > GAP + 1) + 1):
-        if len(stretch) >= BAD_ROWS and stretch[0] > last:
-            first, last = int(stretch[0]), _last_bad(losses, stretch)
-            known, is_open = last + GAP + 1, False
-            if known >= len(steps) and len(steps) - first >= patience:
-                known, is_open = len(steps) - 1, True
-            if known < len(steps):
-                counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
-                reason = f"steps {steps[first]} to {steps[last]}: {counts}"
-                reason += ", and they go on" if is_open else ""
-                found = "rewind", reason, _batch_ids(rows, first, last), int(steps[first]), is_open
-                yield Evidence(int(steps[known]), *found)
+        if len(stretch) < BAD_ROWS or stretch[0] <= last:
+            continue
+        first, last = int(stretch[0]), _last_bad(losses, stretch)
+        is_open = last + GAP + 1 > end
+        if is_open and end - first + 1 < patience:
+            continue
+        counts = f"outliers in {len(stretch)} of {last - first + 1} steps"
+        reason = f"steps {steps[first]} to {steps[last]}: {counts}"
+        yield Evidence(
+            step=int(steps[end if is_open else last + GAP + 1]),
+            action="rewind",
+            reason=f"{reason}, and they go on" if is_open else reason,
+            batch_ids=_batch_ids(rows, first, last),
+            first=int(steps[first]),
+            is_open=is_open,
+        )
 
 
 def _batch_ids(rows: Rows, first: int, last: int) -> list[int]:
@@ -152,8 +165,7 @@ def _batch_ids(rows: Rows, first: int, last: int) -> list[int]:
 
 def _windows(rows: Rows) -> HostArray:
     """Return the index of the window of each row; without an accumulation, each row is a window."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    return np.cumsum(is_closed) - is_closed
+    return np.cumsum(rows.closes_window) - rows.closes_window
 
 
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
@@ -177,38 +189,19 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
     return int(places[np.flatnonzero(np.diff(places, append=np.inf) > GAP + 1)[0]])
 
 
-def _row_rules(rows: Rows, is_bad: HostArray, num_rewinds: int) -> list[RowRule]:
-    """Return the rules for single rows after a number of rewinds."""
-    is_closed = ~rows.has(Outcome.ACCUMULATED)
-    is_skipped, differs = rows.has(Outcome.SKIPPED), rows.has(Outcome.REPLICA_DIFFERS)
-    num_bad, num_skipped = (
-        run_lengths(is_closed & x, is_closed & ~x) for x in (is_bad, is_skipped)
-    )
-    is_open = rows.has(Outcome.ACCUMULATED | Outcome.EMPTY_WINDOW)
-    num_open = run_lengths(is_open, ~is_open)
+def _nonfinite_parameters(rows: Rows) -> tuple[HostArray, HostArray]:
+    """Return the rows with non-finite parameters or updates, and those of a faulty device.
+
+    If parameters and gradients are finite, neither the batch nor the learning rate makes the new
+    parameters non-finite. The parameter norm is measured before the update.
+    """
     gradient, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
-    # If parameters and gradients are finite, neither the batch nor the learning rate makes the new
-    # parameters non-finite. The parameter norm is measured before the update.
     window = _windows(rows)
     is_finite = parameter & ~np.isin(window, window[~gradient])
     is_finite &= rows.has(Outcome.HAS_GRADIENT) & rows.has(Outcome.HAS_UPDATE)
     is_bad_update = rows.has(Outcome.APPLIED) & ~update
     is_fault = (is_finite & is_bad_update) | (~parameter & np.append(False, is_finite[:-1]))
-    fault = "non-finite parameters after a finite gradient: the hardware or the optimizer is faulty"
-    is_fatal = ~parameter | is_bad_update
-    rewind_or_stop = "rewind" if num_rewinds < MOST_REWINDS else "stop"
-    never = f"no window closed in {LONGEST_WINDOW} calls"
-    rules = [
-        RowRule(rewind_or_stop, fault, is_fault, is_fault=True),
-        RowRule("rewind", "non-finite parameters", is_fatal & ~is_fault, np.maximum(num_bad, 1)),
-        RowRule("stop", "non-finite parameters and no checkpoint to restore", is_fatal),
-        RowRule("rewind", f"{QUIET} consecutive skipped steps", num_skipped == QUIET, num_skipped),
-        RowRule("stop", "guard_failed", is_skipped & rows.has(Outcome.GUARD_FAILED)),
-        RowRule("stop", never, num_open > LONGEST_WINDOW),
-    ]
-    again = "hardware: replicas differ again"
-    action, reason = ("stop", again) if num_rewinds else ("rewind", "replicas differ")
-    return [*rules, RowRule(action, reason, differs, is_fault=True)]
+    return ~parameter | is_bad_update, is_fault
 
 
 def _is_starved(rows: Rows, starving: list[int]) -> HostArray:

@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import Names, Outcome, Rows
+from ._losses import Losses, LossRise
 from ._outliers import (
-    BLOCK,
     GAP,
     HISTORY,
     LOG_LOSS,
@@ -48,12 +49,6 @@ from ._outliers import (
     Streaks,
     median,
 )
-from ._rows import Names, Outcome, Rows
-
-UNLEARNED = 5 * BLOCK
-"""A run does not learn if the last `UNLEARNED - 2 * BLOCK` of its first `UNLEARNED` losses are
-above its first BLOCK losses. If consecutive losses are noise with a correlation of 0.9, this
-happens in 1 of 100 runs."""
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """Rows with one of these flags are incidents even if all of their values are normal."""
@@ -87,84 +82,6 @@ class Incident(NamedTuple):
         return self.sentence
 
 
-class LossRise(NamedTuple):
-    """A loss that has risen permanently.
-
-    Attributes:
-        text: Description of the losses that have risen and of the losses they are compared with.
-        threshold: The loss above which the rise continues.
-        has_exploded: Whether the loss fell at first, and is now far above its recent values.
-        is_flat: Whether the loss has hardly changed since the start, unlike a value loss.
-    """
-
-    text: str
-    threshold: float
-    has_exploded: bool = False
-    is_flat: bool = False
-
-
-class Losses:
-    """Compare the losses of a run with its first losses and its best losses."""
-
-    def __init__(self):
-        self.rises, self.start = LastingRises(np.log([RATIO["loss"]])), np.zeros(0)
-        self.first = self.best = (
-            math.inf
-        )  # the first finite loss; the highest of the best BLOCK losses
-        self.count, self.is_positive = 0, True
-
-    def compare(
-        self, losses: HostArray, levels: HostArray
-    ) -> tuple[dict[int, LossRise], HostArray]:
-        """Compare the next losses; `levels` contains the median of the losses before each.
-
-        Returns:
-            A dict from indices of losses to the rises that they complete, and a bool for each loss:
-            whether it may be a value loss, which grows with the return of a policy. Value losses
-            have not fallen since the start, or are sometimes negative.
-        """
-        ratio, losses = RATIO["loss"], np.where(np.isfinite(losses), losses, np.inf)
-        finite, index = losses[np.isfinite(losses)], self.count + np.arange(len(losses))
-        self.first = finite[0] if math.isinf(self.first) and len(finite) else self.first
-        is_positive = self.is_positive & np.logical_and.accumulate(losses >= 0)
-        log_losses = np.log(losses, where=losses > 0, out=np.full(len(losses), np.nan))
-        has_risen, *levels_of_rise = self.rises.compare(log_losses[:, None])
-        lowest, best = np.exp(levels_of_rise)[..., 0]
-        # True if BLOCK consecutive losses were clearly below the first loss.
-        best_so_far = np.fmin.accumulate(np.append(self.best, best))[1:]
-        have_fallen = best_so_far * ratio < self.first
-        is_high = (index < PERIOD - 1) | (levels > ratio * self.first)
-        found = self._unlearned(losses)
-        for i in np.flatnonzero(has_risen[:, 0] & is_positive).tolist():
-            text = (
-                f"the lowest of the last {BLOCK} losses, {lowest[i]:.3g}, is above {ratio} times "
-                f"the highest of the best {BLOCK}, {best[i]:.3g}"
-            )
-            has_exploded = bool(have_fallen[i] and lowest[i] > RATIO["tree"] * levels[i])
-            found[i] = LossRise(text, ratio * float(best[i]), has_exploded)
-        if len(losses):
-            self.best, self.is_positive = best_so_far[-1], is_positive[-1]
-        self.count += len(losses)
-        return found, ~is_positive | (is_high & ~have_fallen)
-
-    def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
-        """Report a run whose first UNLEARNED losses have not fallen.
-
-        The second BLOCK of losses is not compared, because a loss may rise during warm-up.
-        """
-        last = UNLEARNED - 1 - len(self.start)
-        is_complete = 0 <= last < len(losses)
-        self.start = np.append(self.start, losses)[:UNLEARNED]
-        highest, rest = self.start[:BLOCK].max(initial=0), self.start[2 * BLOCK :]
-        if not is_complete or rest.min() <= highest:
-            return {}
-        text = f"the last {UNLEARNED - 2 * BLOCK} losses are above the highest of the first {BLOCK}"
-        # A value loss of reinforcement learning is not flat: its first values are arbitrary, and it
-        # is as noisy as the return.
-        is_flat = bool(self.start.max() < RATIO["loss"] * self.start.min())
-        return {last: LossRise(f"{text}, {highest:.3g}", float(highest), is_flat=is_flat)}
-
-
 class Fault(NamedTuple):
     """A problem in a row, such as a NaN or a loss that is too large.
 
@@ -183,40 +100,39 @@ class Findings(NamedTuple):
     """The measurements of one step, and the results of the detection rules for them.
 
     Attributes:
-        place: Number of rows before this one.
         row: The row; its taps are float[taps, 3] in the order of `tap_names`.
         tap_names: Names of the activations and the cotangents of the taps.
-        rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         thresholds: The smallest values that would be outliers, by column.
+        loss_rise: A lasting rise of the loss, or None.
+        place: Number of rows before this one.
+        rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
         unit_rises: The entries of `rises` for the gradient norms of leaves or layers.
         tap_rises: The entries of `rises` for the RMS values of tapped activations.
         drifts: Logarithms of the ratios by which gradient norms have risen permanently, for the
             tree and each unit; 0 without a rise.
-        is_zero_norm: Whether the gradient norms of the tree and of each unit have become 0.
-        is_zero_loss: Whether the loss has become 0.
-        loss_rise: A lasting rise of the loss, or None.
+        is_zero: Whether the gradient norms of the tree and of each unit, and the loss, have become
+            0.
         has_grown: Whether the loss may be a value loss, which grows with the return of a policy.
         is_starving: Whether the factor of a clip has been almost 0 for a long time.
     """
 
-    place: int
     row: Rows
     tap_names: list[str]
-    rises: HostArray
     thresholds: HostArray
+    loss_rise: LossRise | None
+    place: int
+    rises: HostArray
     unit_rises: HostArray
     tap_rises: HostArray
     drifts: HostArray
-    is_zero_norm: HostArray
-    is_zero_loss: bool
-    loss_rise: LossRise | None
+    is_zero: HostArray
     has_grown: bool
     is_starving: bool
 
     @property
     def is_bad_loss(self) -> bool:
         """Whether the loss is an outlier, is not finite, has become 0, or has diverged."""
-        is_outlier = self.rises[LOG_LOSS] or self.rises[LOSS] or self.is_zero_loss
+        is_outlier = self.rises[LOG_LOSS] or self.rises[LOSS] or self.is_zero[-1]
         has_exploded = self.loss_rise is not None and self.loss_rise.has_exploded
         return bool(is_outlier or has_exploded or not math.isfinite(self.row.loss))
 
@@ -238,8 +154,8 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
     elif x.unit_rises.any():
         text = f"relative gradient norm rose {_ratio(x.unit_rises)} times"
         yield Fault("leaf", text, x.unit_rises)
-    if x.is_zero_norm.any():
-        yield Fault("zero", "the gradient has become zero", x.is_zero_norm[1:])
+    if x.is_zero[:-1].any():
+        yield Fault("zero", "the gradient has become zero", x.is_zero[1:-1])
     if x.drifts.any():
         text = f"gradient norm slowly rose {_ratio(x.drifts)} times"
         yield Fault("drift", text, x.drifts[1:])
@@ -337,33 +253,21 @@ class Detector:
             rises[:, column] += rows.has(flag)
         zeros = np.column_stack([gradient, loss])
         is_zero = self.zeros.compare(zeros == 0, abs(zeros) > 0)
-        units = self.outliers.units
-        drifts = self._drifts(values[:, [TREE]], values[:, units])
-        loss_rises, has_grown = self._loss_rises(rows)
-        is_starving, flags = self._is_starving(rows), rows.has(_REPORTED)
+        unit_rises, tap_rises = rises[:, self.outliers.units], rises[:, self.outliers.taps]
+        drifts = self._drifts(values[:, [TREE]], values[:, self.outliers.units])
+        (loss_rises, has_grown), is_starving = self._loss_rises(rows), self._is_starving(rows)
         is_bad = ~np.isfinite(np.column_stack([rows.norms[:, :, 0], rows.loss]))
-        found = np.column_stack([rises, is_zero, drifts, is_starving, flags, is_bad])
+        found = np.column_stack([rises, is_zero, drifts, is_starving, rows.has(_REPORTED), is_bad])
         found[list(loss_rises)] = True
+        place = self.count + np.arange(len(values))
+        columns = place, rises, unit_rises, tap_rises, drifts, is_zero, has_grown, is_starving
         for t in np.flatnonzero(np.any(found, axis=1)).tolist():
-            thresholds = self.outliers.thresholds(t)
-            for limit, (column, flag) in zip(rows.limits[t], skips.items(), strict=True):
-                if rows.outcome[t] & flag and limit != 0:  # it is 0 in rows of a log
+            row, thresholds = rows.take(t)._replace(taps=taps[t]), self.outliers.thresholds(t)
+            for limit, (column, flag) in zip(row.limits, skips.items(), strict=True):
+                if row.outcome & flag and limit != 0:  # it is 0 in rows of a log
                     thresholds[column] = limit
-            yield Findings(
-                place=self.count + t,
-                row=rows.take(t)._replace(taps=taps[t]),
-                tap_names=self.tap_names,
-                rises=rises[t],
-                thresholds=thresholds,
-                unit_rises=rises[t, units],
-                tap_rises=rises[t, self.outliers.taps],
-                drifts=drifts[t],
-                is_zero_norm=is_zero[t, :-1],
-                is_zero_loss=bool(is_zero[t, -1]),
-                loss_rise=loss_rises.get(t),
-                has_grown=bool(has_grown[t]),
-                is_starving=bool(is_starving[t]),
-            )
+            known = row, self.tap_names, thresholds, loss_rises.get(t)
+            yield Findings(*known, *(column[t] for column in columns))
         self.count += len(values)
 
     def _drifts(self, tree: HostArray, units: HostArray) -> HostArray:
@@ -413,6 +317,10 @@ class Detector:
     def _incident(self, x: Findings, faults: list[Fault], loss_threshold: float) -> Incident:
         """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
+        if Outcome.SKIPPED in flags:
+            flags &= (
+                ~Outcome.ACCUMULATED
+            )  # the window is open, but does not contain the micro-batch
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)

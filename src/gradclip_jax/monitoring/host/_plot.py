@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._errors import public, type_error, value_error
-from .._types import HostArray
+from ..._errors import public, type_error, value_error
+from ..._types import HostArray
+from .._rows import MEASURED, Outcome, Rows
 from ._detect import Incident
 from ._log import LogSource
 from ._monitor import Monitor, read_log
 from ._policy import Report
-from ._rows import MEASURED, Outcome, Rows
 from ._summary import has_micro_batches
 
 _MAX_UNITS = 40
@@ -112,7 +112,7 @@ def _panels(rows: Rows, shown: HostArray) -> Iterator[_Panel]:
         if name == "gradient" and has_micro_batches(rows):
             title += " of micro-batches"
         if name == "update":
-            is_known &= ~rows.has(Outcome.ACCUMULATED)
+            is_known &= rows.closes_window
         if shown.size:
             is_known &= rows.has(Outcome.HAS_UNITS)
         if is_known.any():

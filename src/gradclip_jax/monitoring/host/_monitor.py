@@ -13,18 +13,18 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from .._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
-from .._errors import public, type_error, value_error
-from .._types import HostArray, Tree
-from ..norms._granularity import Granularity
-from ..norms._mask import Mask
+from ..._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
+from ..._errors import public, type_error, value_error
+from ..._types import HostArray, Tree
+from ...norms._granularity import Granularity
+from ...norms._mask import Mask
+from .._rows import Columns, Line, Names, PackedRows, Rows, names_of, unpack_rows
+from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
-from ._policy import ACTIONS, DECISION, Policy, Report, agreed, check_same_log
-from ._rows import Columns, Line, Names, Outcome, Row, Rows, names_of, read_stack
+from ._policy import ACTIONS, Decision, Policy, Report, of_all_processes
 from ._summary import summary_of
-from ._watch import find_watch
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
@@ -34,7 +34,7 @@ _UNITS_EVERY = 50
 _AROUND = 8
 """Number of steps before and after an incident whose norms of leaves or layers are logged."""
 
-_KEPT = 1024
+_MAX_ROWS = 1024
 """Number of rows to keep for the policy, and to restart the detection after a rewind."""
 
 
@@ -123,16 +123,17 @@ class Monitor:
         names = names_of(params, granularity, trainable, taps)
         columns = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(columns, names)
-        self._has_read, self._is_resumed, self._values = False, resume, None
+        self._is_resumed, self._values = resume, None  # until rows are read
         self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
         self._remark = ""  # from `read_log`, about lines that are not in `rows`
-        events = lines_with(columns, ["rewind_to"]) | lines_with(columns, DECISION)
+        events = lines_with(columns, ["rewind_to"]) | lines_with(columns, Decision._fields)
         in_order = (event for _, event in sorted(events.items()))
         self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
         self.incidents = to_incidents(columns)
-        self._start(rows.take(slice(-_KEPT, None)), names)
+        self._start(rows.take(slice(-_MAX_ROWS, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
-        self.report = self._policy.update(self.rows, self._recent, rows.end)
+        decision = self._policy.update(self.rows, self._recent, rows.end)
+        self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
 
     @public
     def read(self, state: Tree, *, saved: Iterable[int] | None = None) -> Report:
@@ -157,18 +158,21 @@ class Monitor:
             Exception: If the function `log` raises. The rows count as read, because some of their
                 lines may have been logged; the report is in `report`.
         """
-        row = state if isinstance(state, Row) else find_watch(state, self._which).rows
-        rows, names = read_stack(row, self.names)
+        row = state if isinstance(state, PackedRows) else find_watch(state, self._which).rows
+        rows, names = unpack_rows(row, self.names)
         saved = _checked_steps(saved)
-        if self._is_resumed and not self._has_read:
-            check_same_log(self.report)
+        if self._is_resumed:
+            decisions = of_all_processes(Decision.of(self.report))
+            if any(x != decisions[0] for x in decisions):
+                hint = "Use a file system that all processes share."
+                raise value_error("log", "the same file in all processes", "other decisions", hint)
         with self._unchanged_on_error():
             is_same_state, self._values = row.values is self._values, row.values
             rows, step, lines, incidents = self._append(rows, names, is_same_state)
             # Write the decision first. If the process is killed here, a restart needs it, but not
             # the rows.
             if self._decide(rows, step, incidents, saved):
-                lines.append(dict(zip(DECISION, self.report, strict=False)))
+                lines.append(Decision.of(self.report)._asdict())
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
             if self._log is not None and not callable(self._log):
@@ -215,11 +219,11 @@ class Monitor:
             lines.append({"step": step, "rewind_to": step})
             incidents += self._go_back(step)
         rows = rows.take(rows.step >= step)
-        self._has_read |= len(rows.step) > 0
+        self._is_resumed &= len(rows.step) == 0
         incidents += self._detector.update(rows)
         self.incidents = [*self.incidents, *incidents]
-        self._recent = [*self._recent[-_KEPT:], *incidents]
-        self.rows = Rows.concatenate([self.rows.take(slice(-_KEPT, None)), rows])
+        self._recent = [*self._recent[-_MAX_ROWS:], *incidents]
+        self.rows = Rows.concatenate([self.rows.take(slice(-_MAX_ROWS, None)), rows])
         return rows, step, lines, incidents
 
     def _decide(
@@ -227,12 +231,14 @@ class Monitor:
     ) -> bool:
         """Update the report with new rows, and return whether it contains a new decision."""
         last = self._policy.last
-        report = self._policy.update(self.rows, self._recent, step, saved)
-        lost = int(min(rows.step, default=step)) - step
-        report = report._replace(incidents=incidents, rows=rows, lost_rows=lost)
+        decision = self._policy.update(self.rows, self._recent, step, saved)
+        report = Report(*decision, incidents, rows, int(min(rows.step, default=step)) - step)
         if self._user_policy is not None:
-            report = self._policy.replace(last, _checked_report(self._user_policy(report)))
-        self.report = agreed(report)
+            report = _checked_report(self._user_policy(report))
+            self._policy.replace(last, Decision.of(report))
+        # Process 0 decides, because the files of other processes may differ.
+        decision = of_all_processes(Decision.of(report))[0]
+        self.report = report._replace(**decision._asdict())
         return self._policy.last is not last
 
     def _first_new(self, rows: Rows) -> int:
@@ -256,7 +262,7 @@ class Monitor:
         self._start(self.rows.take(self.rows.step < step), self.names)
         is_advised = self.report.action in ("rewind", "lower")
         # The first read after `resume=True` is expected to start from a restored state.
-        if is_advised or not self._has_read:
+        if is_advised or self._is_resumed:
             return []
         sentence = f"the state went back from step {self.report.step}"
         sentence = f"step {step}: {sentence}, although no rewind was advised"
@@ -264,7 +270,7 @@ class Monitor:
 
     def _with_units(self, rows: Rows) -> HostArray:
         """Return a mask of the rows whose norms of leaves or layers are logged."""
-        closed = self.rows.step[~self.rows.has(Outcome.ACCUMULATED)]
+        closed = self.rows.step[self.rows.closes_window]
         _, first = np.unique(closed // _UNITS_EVERY, return_index=True)
         near = [x.step + i for x in self._recent for i in range(-_AROUND, _AROUND + 1)]
         return np.isin(rows.step, [*closed[first], *near])
@@ -309,7 +315,7 @@ def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
         step 0: skipped, gradient norm nan, 1 non-finite element, 100 % in w
     """
     row = find_watch(state, options.pop("which", None)).rows
-    rows, names = read_stack(row, names_of(params, **options))
+    rows, names = unpack_rows(row, names_of(params, **options))
     return Detector(names).update(rows)
 
 
@@ -374,12 +380,9 @@ def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:
     hint = "Pass the steps of all checkpoints, such as `checkpoints.all_steps()`."
     if saved is None:
         return None
-    try:
-        steps = list(saved)
-    except TypeError:
-        steps = None
-    if steps is None or isinstance(saved, (str, bytes)):
+    if isinstance(saved, (str, bytes)) or not np.iterable(saved):
         raise type_error("saved", "a list of integers", shortened(saved), hint)
+    steps = list(saved)
     for step in steps:
         check_count("saved", step, hint, low=0)
     return [int(step) for step in steps]

@@ -15,9 +15,9 @@ import string
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias
 
-from .._errors import type_error, value_error
+from ..._errors import type_error, value_error
+from .._rows import MEASURES, Columns, Line
 from ._lines import KEYS
-from ._rows import MEASURES, Columns, Line
 
 LogSource: TypeAlias = Sequence[Line] | str | os.PathLike[str]
 """The lines of a log as dictionaries, or the path of a file."""
@@ -39,8 +39,6 @@ _PAIR = re.compile(
     r"(step|loss|norm|iter|iteration)[^\w.+-]{1,12}([-+]?(?:[\d.,]*\d(?:e[-+]?\d+)?|nan|inf))(?!\w)"
 )
 """The end of a name and its number in a line of text, such as `loss=2.5` or `norm: 2.5e+00`."""
-
-_ZEROS = bytes.maketrans(string.digits.encode(), b"0" * 10)
 
 _NAME_CHARACTERS = string.ascii_lowercase + string.digits + "_-/"
 _VALIDATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation|test|dev)\W*$")
@@ -172,24 +170,14 @@ def _parse_line(line: str) -> Line:
             return json.loads(line)
         except (RecursionError, ValueError):  # half a line of a process that was killed
             return {}
-    line = line.lower()
-    places = _find_numbers(line.encode().translate(_ZEROS))
-    if "0" in "".join(places):  # the prefix of a loss may contain digits, such as `run2/loss`
-        places = _find_numbers(line.encode())
-    return {name: line[place] for name, place in places.items()}
-
-
-@functools.lru_cache(4096)  # most lines of a log differ only in their digits
-def _find_numbers(text: bytes) -> dict[str, slice]:
-    """Return the known names in a lower-case line of text, and the positions of their numbers."""
-    line, found = text.decode(), dict[str, slice]()
+    line, found = line.lower(), dict[str, str]()
     for match in _PAIR.finditer(line):
         before = line[max(0, match.start() - 32) : match.start()]
         rest = before.rstrip(_NAME_CHARACTERS)
         word = "".join(rest.split()[-1:])
         name = before[len(rest) :] + match[1]
         if name := _known_name("" if word[-1:].isdigit() else word, name):
-            found.setdefault(name, slice(*match.span(2)))  # the first of several losses
+            found.setdefault(name, match[2])  # the first of several losses
     return found
 
 

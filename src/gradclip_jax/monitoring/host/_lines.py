@@ -7,7 +7,7 @@ A line is a dictionary. `_log` renames the keys of other trainers to the keys of
 | `loss`, `gradient_norm` or `outcome` | a row, or some of the numbers of a row |
 | `rewind_to` | the run was rewound: the earlier rows from this step on are replaced |
 | the fields of `Incident` | an incident |
-| the fields of `DECISION` | an action of the recovery policy |
+| the fields of `Decision` | an action of the recovery policy |
 """
 
 import bisect
@@ -15,16 +15,17 @@ import contextlib
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._types import HostArray
+from ..._types import HostArray
+from .._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
 from ._detect import Incident
-from ._policy import DECISION
-from ._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
+from ._policy import Decision
 
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`, and their flags."""
@@ -32,7 +33,7 @@ WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startsw
 _ROW = "loss", "gradient_norm", "outcome", "rewind_to"
 """A line with one of these keys is a row or marks a rewind."""
 
-KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *DECISION}
+KEYS = {"batch_id", "device", "clip_factor", *_ROW, *MEASURES, *Incident._fields, *Decision._fields}
 """The keys of a line, except the keys of single leaves, layers or clips."""
 
 _MAX_STEP = 2.0**53
@@ -160,56 +161,68 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
       it replaces all rows from this step on |
     | an earlier step that is new, at most `_LATE` rows back | it is late, and is sorted in |
     """
-    size = 1 + max((max(column, default=-1) for column in columns.values()), default=-1)
-    keys = np.zeros(size, int)  # the keys of `_ROW` in each line, as bits
-    for i, key in enumerate(_ROW):
-        keys[[*columns.get(key, ())]] |= 1 << i
-    lines, rows = np.flatnonzero(keys), np.full(size, -1)
+    keys = _row_keys(columns)
+    lines, row_of = np.flatnonzero(keys), np.full(len(keys), -1)
     values = [*map(columns.get("step", {}).get, lines.tolist())]
-    numbers, _ = _numbers(values)
-    has_numbers = np.all(abs(numbers) < _MAX_STEP)
-    if has_numbers and not columns.get("rewind_to") and np.all(np.diff(np.trunc(numbers)) > 0):
-        rows[lines] = np.arange(len(lines))  # most logs
-        return numbers.astype(int).tolist(), rows, ""
-    keys = keys.tolist()
-    # The first line of each step, the steps in increasing order, and the first line of each row.
-    table, steps, first_lines, last = dict[int, int](), list[int](), list(range(size)), -1
-    num_lines = num_replaced = num_resumed = num_unknown = 0
+    numbers, rewinds = _numbers(values)[0], columns.get("rewind_to", {})
+    if not rewinds and np.all(abs(numbers) < _MAX_STEP) and np.all(np.diff(np.trunc(numbers)) > 0):
+        row_of[lines] = np.arange(len(lines))  # most logs
+        return numbers.astype(int).tolist(), row_of, ""
+    keys, first_lines = keys.tolist(), list(range(len(keys)))  # the first line of each line's row
+    steps, line_of = list[int](), dict[int, int]()  # the steps so far, and their first lines
+    last, counts = -1, Counter[str]()
+
+    def go_back(step: int) -> None:
+        place = bisect.bisect_left(steps, step)
+        for replaced in steps[place:]:
+            del line_of[replaced]
+        counts.update(replaced=len(steps) - place, resumed=1)
+        del steps[place:]
+
     for line, value, number in zip(lines.tolist(), values, numbers.tolist(), strict=True):
         number = last + 1 if value in (None, "") else number
         if not abs(number) < _MAX_STEP:
-            num_unknown += 1
+            counts["unknown"] += 1
             continue
-        step, is_rewind = int(number), line in columns.get("rewind_to", ())
-        first, place = table.get(step), bisect.bisect_left(steps, step)
-        is_repeated = first is not None and bool(keys[first] & keys[line])
-        is_far = first is None and len(steps) - place > _LATE
-        if is_rewind or is_far or (is_repeated and step < last):
-            for replaced in steps[place:]:
-                del table[replaced]
-            num_resumed, num_replaced = num_resumed + 1, num_replaced + len(steps) - place
-            del steps[place:]
-            first = None
-        else:
-            num_replaced += is_repeated
-        if is_rewind:
+        step = int(number)
+        if line in rewinds:
+            go_back(step)
             last = step - 1
             continue
+        first = line_of.get(step)
+        is_repeated = first is not None and bool(keys[first] & keys[line])
+        is_far = first is None and len(steps) - bisect.bisect_left(steps, step) > _LATE
+        if is_far or (is_repeated and step < last):
+            go_back(step)
+            first = None
+        elif is_repeated:
+            counts["replaced"] += 1
         if first is None:
-            steps.insert(place, step)
-            table[step] = line
+            bisect.insort(steps, step)
+            line_of[step] = line
         else:
             first_lines[line], keys[first] = first, keys[first] | keys[line]
-        last, num_lines = step, num_lines + 1
-    rows[[table[step] for step in steps]] = np.arange(len(steps))
-    return steps, rows[first_lines], _remark(num_lines, num_replaced, num_resumed, num_unknown)
+        counts["lines"] += 1
+        last = step
+    row_of[[line_of[step] for step in steps]] = np.arange(len(steps))
+    return steps, row_of[first_lines], _remark(counts)
 
 
-def _remark(num_lines: int, num_replaced: int, num_resumed: int, num_unknown: int) -> str:
+def _row_keys(columns: Columns) -> HostArray:
+    """Return which keys of `_ROW` each line has, as bits; 0 for a line that is not in a row."""
+    size = 1 + max((max(column, default=-1) for column in columns.values()), default=-1)
+    keys = np.zeros(size, int)
+    for i, key in enumerate(_ROW):
+        keys[[*columns.get(key, ())]] |= 1 << i
+    return keys
+
+
+def _remark(counts: Counter[str]) -> str:
     """Describe how many rows of a log were replaced or left out; "" if there are none."""
+    replaced, resumed, unknown = counts["replaced"], counts["resumed"], counts["unknown"]
     remarks = [
-        (num_replaced, f"{num_replaced:,} of {num_lines:,} rows were replaced by later rows"),
-        (num_resumed, f"the steps go back {num_resumed} time{'s' * (num_resumed > 1)}"),
-        (num_unknown, f"rows without a number as their step, which are left out: {num_unknown:,}"),
+        (replaced, f"{replaced:,} of {counts['lines']:,} rows were replaced by later rows"),
+        (resumed, f"the steps go back {resumed} time{'s' * (resumed > 1)}"),
+        (unknown, f"rows without a number as their step, which are left out: {unknown:,}"),
     ]
     return "; ".join(text for count, text in remarks if count)
