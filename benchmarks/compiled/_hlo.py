@@ -79,6 +79,11 @@ class Program:
         return total
 
     @property
+    def stops(self) -> int:
+        """Loops of zero or one trip, for whose predicate the host of a GPU waits."""
+        return self.always.stops + sum(loop.stops for loop in self.optional)
+
+    @property
     def all(self) -> Counts:
         """What runs in a step that takes all loops."""
         return self.with_loops(self.optional)

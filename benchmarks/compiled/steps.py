@@ -46,7 +46,7 @@ def measure(step: Step, model: Model, platform: str, mesh: Mesh | None = None) -
     return {
         "phases": {name: _columns_of(counts, size) for name, counts in phases.items()},
         "collectives": describe_collectives(program.all),
-        "host stops": program.always.stops + sum(loop.stops for loop in program.optional),
+        "host stops": program.stops,
         "scratch, N": round(found.scratch / size, 3),
         "trace s": round(found.trace_seconds, 2),
         "compile s": round(found.compile_seconds, 2),

@@ -134,14 +134,8 @@ def row_of(ours: Timing, theirs: Timing, nothing: Timing, steps: int) -> dict[st
         "to nothing": f"{np.median(ours.seconds / nothing.seconds):.3f}",
         "spread": beside(lambda x: f"{x.spread:.1%}"),
         "peak GiB": beside(lambda x: f"{x.peak_bytes / 2**30:.3g}"),
-        "host stops": beside(lambda x: host_stops(x.text)),
+        "host stops": beside(lambda x: _hlo.analyse(x.text).stops),
     }
-
-
-def host_stops(text: str) -> int:
-    """Loops of zero or one trip, for whose predicate the host of a GPU waits."""
-    program = _hlo.analyse(text)
-    return program.always.stops + sum(loop.stops for loop in program.optional)
 
 
 @functools.cache

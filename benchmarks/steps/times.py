@@ -1,7 +1,6 @@
 """Milliseconds of whole training steps on this CPU: ours, Optax's, and one with nothing.
 
     python -m benchmarks.steps.times --only "PPO:skip_spikes"    # one step
-    python -m benchmarks.steps.times --large                     # also the large models
 
 The steps are those of `benchmarks.compiled.steps`, run in turn: A B C A B C. They are milliseconds
 of CPU time of all threads, which hardly depend on what else the machine does. The row "nothing" is
@@ -45,23 +44,20 @@ def main() -> None:
     """Runs what is chosen and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="steps with this in `model:step`")
-    parser.add_argument("--large", action="store_true", help="all models")
     parser.add_argument("--repetitions", type=int, default=31, help="of each step (31)")
     parser.add_argument("--quick", action="store_true", help="PPO, three times, printed only")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     if options.quick:
         options.repetitions = 3
-    titles = SMALL[:1] if options.quick else MODELS if options.large else SMALL
     sections: dict[str, _report.Rows] = {}
 
     def add(section: str, line: dict[str, Any]) -> None:
         sections.setdefault(section, []).append(line)
         print(f"{section} | " + " | ".join(map(str, line.values())), flush=True)
-        if not (options.quick or options.no_write):
+        if not options.quick:
             _report.write(sections, "whole steps", commit=_report.commit())
 
-    for title in titles:
+    for title in SMALL[:1] if options.quick else SMALL:
         for name, row in ({NOTHING: Row(OPTAX[NOTHING], NOTHING)} | ROWS).items():
             if options.only in f"{title}:{name}":
                 add(
