@@ -84,6 +84,18 @@ class WeightedSum(NamedTuple):
         return self._replace(weight=jnp.where(is_emptied, 0, self.weight))
 
 
+def scaled(tree: Tree, factor: Scalar) -> Tree:
+    """Multiply all leaves except float0 by a factor, in at least float32."""
+
+    def multiply(x: Array) -> Array:
+        if is_float0(x):
+            return x
+        wide = wide_dtype(jnp.result_type(x))
+        return jnp.asarray(x).astype(wide) * factor.astype(wide)
+
+    return jax.tree.map(multiply, tree)
+
+
 def check_dtype(argument: str, value: Any) -> None:
     """Raise if a value is neither None nor a real floating dtype."""
     try:

@@ -230,6 +230,20 @@ def test_wrappers_of_explicitly_sharded_gradients_run_outside_jit(wrap, first):
         run(tx, [({"w": first * params["w"]}, {}), (params, {})], params, jit=False)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.bfloat16, jnp.complex64, "float0"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_sum_of_weighted_gradients_needs_no_implicit_promotion(dtype, every):
+    is_float0 = dtype == "float0"
+    grads = {"w": np.zeros(2, jax.dtypes.float0) if is_float0 else jnp.ones(2, dtype)}
+    tx = gcx.accumulate_gradients(recorder()[0], every, reduction="sum")
+    state = tx.init({"w": jnp.ones(2, jnp.int32 if is_float0 else dtype)})
+    with jax.numpy_dtype_promotion("strict"):
+        for _ in range(every):
+            updates, state = tx.update(grads, state, weight=2.0)
+    if not is_float0:
+        np.testing.assert_array_equal(updates["w"].astype(jnp.complex64), 2 * every)
+
+
 def test_flush_accepts_arguments_without_a_hash():
     inner, received = recorder()
     tx = accumulate(inner, 2)

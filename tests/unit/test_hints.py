@@ -113,6 +113,7 @@ MISTAKES = {
     "string as the state of a rule": (clipped_to(init=lambda norm: "a"), "^clip_by_global_norm: `init`"),
     "string as the state of a guard": (skip_rule(init=lambda p: "a"), "^skip_if: `init`"),
     "transformation of micro-batches uncalled": (lambda: microbatched(lambda p, x: p * x.sum(), 2, microbatch_transform=optax.adam)(1.0, jnp.ones(4)), "`microbatch_transform`.*Call"),
+    "norms of one step for two steps": (lambda: gcx.diagnostics.noise_scale([3.0, 5.0], [1.5], 8, 32), "^noise_scale: .*equal length"),
     "weight of flush": (lambda: gcx.flush(accumulate(sgd, 2), accumulate(sgd, 2).init(PARAMS), PARAMS, weight=1.0), "`weight`"),
     "axis of heads": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, jnp.ones(4), head_axis="a"), "`head_axis`"),
     "logits": (lambda: gcx.qk_clip(jnp.ones((4, 2)), None, "a"), "`max_logits`"),

@@ -23,7 +23,7 @@ from .._checks import (
 from .._errors import public, type_error
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
-from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, sum_dtype
+from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, scaled, sum_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, sum_over, vary, varying_axes
 from ._outputs import AUX_REDUCTIONS, aux_leaves, empty_outputs, run_micro_batches
 from ._split import Split, bind_split, check_parts, with_weight_and_aux
@@ -282,7 +282,7 @@ def _reduced(
 
     value, grads, means = sums.result("mean")
     if reduction == "sum":
-        value, grads, _ = optax.tree.scale(mean_weight, sums.result("sum"))
+        value, grads, _ = scaled(sums.result("sum"), mean_weight)
     grads = like_dtypes(micro_batches.all_reduced(grads), grads_like)
     means = {i: x.astype(aux[i].dtype) for i, x in means.items()}
     by_index = means | others

@@ -61,12 +61,11 @@ def noise_scale(
     """
     columns = {"small": small, "big": big, "small_batch": small_batch, "big_batch": big_batch}
     arrays = [_as_numbers(name, x) for name, x in columns.items()]
-    try:
-        s, b, n, m = np.broadcast_arrays(*arrays)
-    except ValueError:
+    if len({x.size for x in arrays if x.ndim}) > 1:
         rule, got = "arrays of equal length, one number for each step", shortened(columns)
         names = ", ".join(f"`{name}`" for name in columns)
-        raise value_error(names.strip("`"), rule, got, "Pass one norm for each step.") from None
+        raise value_error(names.strip("`"), rule, got, "Pass one norm for each step.")
+    s, b, n, m = np.broadcast_arrays(*arrays)
     if not np.all((n > 0) & (n < m) & np.isfinite(m)):
         hint = "Pass the number of examples or tokens in each batch."
         raise value_error(

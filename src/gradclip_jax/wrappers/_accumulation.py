@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import DTypeLike
 
 from .._checks import (
@@ -23,7 +22,7 @@ from .._checks import (
 from .._errors import type_error
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
-from .._weighted_sum import Reduction, WeightedSum, as_weight, sum_dtype
+from .._weighted_sum import Reduction, WeightedSum, as_weight, scaled, sum_dtype
 from ..norms._mesh import check_equal_on_devices, check_placement, varying_axes
 from ._extra_args import ExtraArgs, as_loss, is_gradient, loss_argument
 from ._guard import params_of
@@ -224,7 +223,7 @@ class Accumulation(NamedTuple):
             buffer = state.gradient.result(self.reduction)
             gradient = jax.tree.map(lambda x, y: x if is_float0(x) else y, grads, buffer)
         else:  # the gradient keeps its dtype
-            gradient = optax.tree.scale(batch.weight, grads) if self.reduction == "sum" else grads
+            gradient = scaled(grads, batch.weight) if self.reduction == "sum" else grads
         extra_args = dict(batch.extra_args)
         name, value = loss_argument(extra_args)
         if value is not None:
