@@ -229,7 +229,10 @@ def test_raise_if_failed_names_the_guard_the_count_and_the_leaves():
     gcx.raise_if_failed(state)
     for _ in range(2):
         _, state = step(tx, state, {**PARAMS, "w": jnp.array([1.0, jnp.nan])})
-    with pytest.raises(RuntimeError, match=r"(?s)skip_nonfinite.*2.*\['w'\]"):
+    with pytest.raises(RuntimeError, match=r"(?s): 2 consecutive.*skip_nonfinite.*2.*\['w'\]"):
+        gcx.raise_if_failed(state)
+    _, state = step(tx, state)
+    with pytest.raises(RuntimeError, match="earlier step.*steps were applied.*skip_nonfinite: 2"):
         gcx.raise_if_failed(state)
 
 

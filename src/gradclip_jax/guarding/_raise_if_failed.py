@@ -70,8 +70,10 @@ def raise_if_failed(state: Tree) -> None:
     ]
     arrays = jax.tree.map(_in_use, plain_arrays(state), is_leaf=_is_sum)
     bad = [f"state{path}" for path in nonfinite_leaves(arrays)]
-    message = f"raise_if_failed: {found['consecutive_skips']} consecutive skips"
-    message += f" ({', '.join(counts)}). "
+    skips = f"{found['consecutive_skips']} consecutive skips"
+    if not np.any(found["consecutive_skips"]):
+        skips = "a guard failed in an earlier step, after which steps were applied"
+    message = f"raise_if_failed: {skips} ({', '.join(counts)}). "
     message += f"Non-finite leaves: {listed(bad)}. " if bad else "The state is finite. "
     raise RuntimeError(message + "Restore a checkpoint, and lower the learning rate.")
 
