@@ -297,6 +297,13 @@ def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
     assert found[0].filename == __file__
 
 
+def test_the_states_of_two_optimizers_in_a_tuple_are_told_from_a_chain_in_the_hint():
+    states = clip.init(PARAMS), scaled.init(PARAMS)
+    with pytest.raises(TypeError, match="two optimizers, pass only the one with the loss scale"):
+        gcx.scale_loss(states, jnp.float32(1.0))
+    gcx.scale_loss(states[1], jnp.float32(1.0))
+
+
 @pytest.mark.parametrize("names", [("clip", "scale"), ("scale", "the last clip")])
 def test_a_clip_in_the_named_chain_of_a_loss_scale_warns(names):
     """The state of a named chain does not contain its order."""
