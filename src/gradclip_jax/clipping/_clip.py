@@ -170,7 +170,7 @@ def norm_clip(
         if uses_params:
             check_params(updates, params)
             param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
-        if groups.is_rms:
+        if granularity.is_rms:
             norms = root_mean_squares(norms, leaves.arrays, axis_name)
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
