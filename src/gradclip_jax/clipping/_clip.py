@@ -170,7 +170,7 @@ def norm_clip(
         if uses_params:
             check_params(updates, params)
             param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
-        if groups.is_rms:
+        if granularity.is_rms:
             norms = root_mean_squares(norms, leaves.arrays, axis_name)
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
@@ -241,8 +241,8 @@ def _metrics(
 _Summary: TypeAlias = tuple[Scalar, Scalar, Scalar]
 """The smallest threshold, the smallest factor and the fraction of norms that were clipped.
 
-If any norm is not finite, the factor is NaN and the fraction is 1. NaN replaces the smallest factor
-because XLA on GPU would compute the minimum in separate kernels if NaN replaced each factor.
+If any norm is not finite, the factor is NaN and the fraction is 1. NaN is inserted after the
+minimum and not before it, because XLA on GPU would otherwise need more kernels.
 """
 
 

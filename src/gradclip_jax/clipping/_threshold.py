@@ -46,8 +46,8 @@ class Rule:
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
-            norms. None for a rule without a state, whose `update` is elementwise and receives the
-            state `()`; it may receive the norms one by one.
+            norms. None if the rule has no state. `update` then receives `()` as state and must be
+            elementwise, because it may be called once for each norm.
         update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the norm
             before clipping, and is finite if there is a state; `param_norm` is None unless
             `uses_params`. The threshold has the unit of the norm. A threshold <= 0 results in a
@@ -164,7 +164,8 @@ def apply_rule(
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
     Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite.
-    `is_finite` says whether the norms that this rule does not receive are finite.
+    `is_finite` is False if another norm of the same step is not finite; the state then does not
+    change either.
     """
     if rule.init is None:
         return _call_rule(argument, rule, norm, norm, (), param_norm)[0], state

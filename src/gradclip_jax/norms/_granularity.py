@@ -39,14 +39,18 @@ class Granularity:
             inexact leaves of `tree`.
         is_group: Whether leaves are grouped by labels, which can be the keys of a mapping of
             thresholds.
+        is_rms: Whether thresholds limit root mean squares instead of norms. `partition` must then
+            return groups of slices.
     """
 
     partition: Callable[[Sequence[Array], Tree], NormGroups]
     is_group: bool = False
+    is_rms: bool = False
 
     @public
     def __post_init__(self) -> None:
         check_flag("is_group", self.is_group)
+        check_flag("is_rms", self.is_rms)
         hint = "Use a function of `gcx.granularities`."
         check_callable("partition", self.partition, hint)
 
@@ -167,9 +171,9 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
                 if (depth or 0) > np.ndim(x):
                     got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
                     raise value_error(name, "at most the rank of the leaf", got, hint)
-        return slice_groups(axes, is_rms=rms)
+        return slice_groups(axes)
 
-    return Granularity(partition)
+    return Granularity(partition, is_rms=rms)
 
 
 @public
