@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_optimizer_state
 from ._clip_order import check_clip_order
 from ._errors import public
-from ._states import own_states, plain_arrays
+from ._states import check_optimizer_state, own_states, plain_arrays
 from ._types import Array, Path, Tree
 
 

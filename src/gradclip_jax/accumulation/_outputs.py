@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import broadcast_prefix, describe, is_traced, leaf_path
+from .._checks import is_traced
 from .._errors import type_error
+from .._format import describe, leaf_path
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
 from .._weighted_sum import REDUCTIONS, WeightedSum
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import vary, varying_axes, zeros_of_type
+from ..norms._prefix import broadcast_prefix
 from ._split import Split, in_order
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "last", "concatenate")

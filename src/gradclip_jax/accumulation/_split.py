@@ -14,14 +14,11 @@ from .._checks import (
     check_flag,
     check_length,
     check_positions,
-    describe,
     dtype_of,
     is_traced,
-    leaf_path,
-    listed,
-    shortened,
 )
 from .._errors import type_error, value_error, warn
+from .._format import describe, leaf_path, listed, shortened
 from .._types import Array, Count, Number, Tree
 from ..norms._leaves import is_inexact
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
+from .._checks import check_number, check_ord, check_params, is_scalar, is_traced
 from .._errors import public, type_error
+from .._format import describe
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import PerGroup, tree_groups

@@ -8,17 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import (
-    ARRAY_LIKE,
-    check_axis,
-    check_count,
-    check_number,
-    check_static,
-    describe,
-    dtype_of,
-    leaf_path,
-)
+from .._checks import ARRAY_LIKE, check_axis, check_count, check_number, check_static, dtype_of
 from .._errors import public, type_error, value_error
+from .._format import describe, leaf_path
 from .._types import Array, Number, Path, Tree
 from ..norms._granularity import axes_within
 from ..norms._groups import slice_groups

@@ -19,18 +19,16 @@ from .._checks import (
     call_schedule,
     check_arrays,
     check_callable,
-    check_dtype_kept,
     check_flag,
     check_number,
     check_rule_name,
     check_values,
-    describe,
     dtype_of,
     shapes_of,
-    shortened,
 )
 from .._errors import public, type_error
-from .._states import increment_where, state_of_rule
+from .._format import describe, shortened
+from .._states import check_dtype_kept, increment_where, state_of_rule
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup, split
 

@@ -19,20 +19,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_arrays,
-    check_choice,
-    check_one_run,
-    check_optimizer_state,
-    check_transformation,
-    describe,
-    is_traced,
-    leaf_path,
-)
+from .._checks import check_arrays, check_choice, check_transformation, is_traced
 from .._errors import public, value_error
+from .._format import describe, leaf_path
 from .._metrics import own_metrics
 from .._run_if import like_dtypes
-from .._states import plain_arrays, replace_states, with_structure_of
+from .._states import (
+    check_one_run,
+    check_optimizer_state,
+    plain_arrays,
+    replace_states,
+    with_structure_of,
+)
 from .._types import Array, Path, Tree
 from .._weighted_sum import WeightedSum
 from ..wrappers._accumulation import AccumulationState

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import describe, leaf_path
 from .._errors import type_error
+from .._format import describe, leaf_path
 from .._metrics import metric_names
 from .._states import is_own_state
 from .._types import Array, Path, Tree

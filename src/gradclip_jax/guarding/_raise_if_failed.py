@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_concrete, check_optimizer_state, dtype_of, listed
+from .._checks import check_concrete, dtype_of
 from .._errors import public
+from .._format import listed
 from .._metrics import metrics
-from .._states import find_states, plain_arrays
+from .._states import check_optimizer_state, find_states, plain_arrays
 from .._types import Array, HostArray, Tree
 from .._weighted_sum import WeightedSum
 from ..wrappers._state import GuardState, WrapperState

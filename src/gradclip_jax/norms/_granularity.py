@@ -9,24 +9,13 @@ from typing import Literal
 import jax
 import numpy as np
 
-from .._checks import (
-    broadcast_prefix,
-    check_axis,
-    check_callable,
-    check_choice,
-    check_flag,
-    check_length,
-    describe,
-    distinct,
-    labels_of,
-    leaf_name,
-    leaf_path,
-    shortened,
-)
+from .._checks import check_axis, check_callable, check_choice, check_flag, check_length
 from .._errors import public, type_error, value_error
+from .._format import describe, distinct, leaf_name, leaf_path, shortened
 from .._types import Array, Labels, Path, Tree, as_pytree
 from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
 from ._leaves import inexact_leaves_or_placeholders, is_inexact
+from ._prefix import broadcast_prefix, labels_of
 
 
 @as_pytree

@@ -10,9 +10,10 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from .._checks import is_float0, leaf_path
+from .._checks import is_float0
 from .._devices import HAS_TYPES
 from .._errors import type_error, value_error
+from .._format import leaf_path
 from .._types import Array, AxisName, Tree
 
 MeshAxes: TypeAlias = frozenset[str]

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_ord, is_traced, shortened
+from .._checks import check_ord, is_traced
 from .._errors import public, value_error
+from .._format import shortened
 from .._types import AxisName, Number, Order, Scalar, Tree
 from ._groups import leaf_groups
 from ._leaves import checked_leaves, is_inexact, norm_dtype

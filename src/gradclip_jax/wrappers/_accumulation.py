@@ -15,11 +15,11 @@ from .._checks import (
     check_arrays,
     check_number,
     check_same_structure,
-    describe,
     is_float0,
     is_scalar,
 )
 from .._errors import type_error
+from .._format import describe
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
 from .._weighted_sum import Reduction, WeightedSum, as_weight, scaled, sum_dtype

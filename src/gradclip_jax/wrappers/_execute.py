@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, dtype_of, is_float0, shortened
+from .._checks import check_same_structure, dtype_of, is_float0
 from .._clip_order import is_only_clips
 from .._errors import named, type_error, warn
+from .._format import shortened
 from .._run_if import like_dtypes, run_checked_step, run_step
 from .._states import increment_where
 from .._types import Array, Scalar, Tree

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_optimizer_state
 from .._errors import public
 from .._metrics import combined
-from .._states import is_own_state, plain_arrays
+from .._states import check_optimizer_state, is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
