@@ -33,7 +33,16 @@ from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
-from ._rows import FIRST_NORM, MEASURED, Outcome, PackedRows, RowValues, names_of, num_columns
+from ._layout import (
+    MEASURED,
+    Names,
+    Outcome,
+    PackedRows,
+    RowValues,
+    layout,
+    names_of,
+    num_columns,
+)
 from ._taps import SHAPE, read_sums, tap_names
 
 
@@ -64,7 +73,8 @@ class WatchState(NamedTuple):
 @jax.jit
 def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
     """Return the measurements of the whole tree in the row that was written last."""
-    bits = _last(rows, step_count)[..., FIRST_NORM : FIRST_NORM + 4]
+    of_tree = layout(Names())["norms"].columns  # the units, if there are any, follow
+    bits = _last(rows, step_count)[..., of_tree]
     return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
 
 
