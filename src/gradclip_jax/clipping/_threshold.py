@@ -55,7 +55,8 @@ class Rule:
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
         name: Name of the rule. The default is the qualified name of `update`, such as
-            `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
+            `my_rule.update`. `convert_state` does not copy the state of a rule with another name,
+            or of an unnamed lambda function.
 
     Examples:
         Clip to twice the norm of the last step:

@@ -154,7 +154,11 @@ def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
     new_types, old_types = [
         jax.tree.map(describe, jax.eval_shape(lambda tree: tree, x)) for x in (new.state, old_state)
     ]
-    if new.kind.state is WrapperState or new_types == old_types:
+    if new.kind.state is WrapperState:
+        return old_state
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(old.state)]
+    # Rules without a name have the name of their function, which all lambda functions share.
+    if new_types == old_types and not any("<lambda>" in path for path in paths):
         return old_state
     # The rule of a clip or guard has changed, or the history of a `watch`.
     if hasattr(new.state, "continued_from"):

@@ -37,7 +37,8 @@ class SkipRule:
             result is kept if this guard skips the step, or if the gradient is applied or
             accumulated. The shapes and dtypes of the state must not change.
         name: Name of the rule. The default is the qualified name of `should_skip`.
-            `convert_state` does not copy the state of a rule with another name.
+            `convert_state` does not copy the state of a rule with another name, or of an unnamed
+            lambda function.
 
     Examples:
         Skip steps whose loss is more than twice the loss of the last applied step:
