@@ -51,7 +51,7 @@ def is_float0(leaf: object) -> bool:
 
 
 def is_traced(value: object) -> bool:
-    """Return whether a value is a tracer of JAX."""
+    """Return whether a value is a JAX tracer."""
     return isinstance(value, Tracer)
 
 
@@ -66,8 +66,8 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     not traced again for a new value.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
-    Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
-    replace subnormal numbers by zero.
+    Numbers outside the range of float32 raise an error, because they would become 0 or infinity;
+    XLA may replace subnormal numbers by zero.
     """
     low, high = map(float, interval[1:-1].split(","))
     rule = f"a float32 number in {interval[0]}{low:g}, {high:g}{interval[-1]}"
@@ -173,7 +173,7 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
-    """Call a schedule of a user, and raise if it does not return a real scalar.
+    """Call a user-defined schedule, and raise an error if the result is not a real scalar.
 
     A NumPy or Python number becomes a float as in `check_number`.
     """
@@ -232,7 +232,7 @@ def has_init_and_update(value: object) -> bool:
 
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
-    # A rule of this package has functions of the same names.
+    # The rules of `gcx.thresholds` are named after the functions that create them.
     is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
     if isinstance(value, type) or not has_init_and_update(value) or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."

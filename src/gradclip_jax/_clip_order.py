@@ -1,4 +1,4 @@
-"""Detect clips in the wrong place, from the optimizer state alone.
+"""Detect from an optimizer state whether gradients are clipped before they are unscaled.
 
 The path of a state shows its place: states of a chain are in a tuple, in the order of their
 transformations, and the state of a transformation inside a guard is in the field `inner_state`.

@@ -127,7 +127,7 @@ def _part_of_step(name: str, result: Any) -> Any:
 
 
 def _check_signature(name: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
-    """Raise an error that lists the arguments of a function if it cannot be called like this."""
+    """Raise an error that lists the arguments of a function if the given ones do not fit."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -26,7 +26,7 @@ def shortened(value: object) -> str:
 
     def abstract(leaf: Any) -> object:
         if isinstance(leaf, int) and leaf.bit_length() > _MAX_CHARACTERS:
-            # Python raises an error for the digits of a very large integer.
+            # Python cannot print an integer with too many digits.
             return _Unquoted(f"an integer of {leaf.bit_length()} bits")
         is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
         return leaf if is_number else _Unquoted(describe(leaf))
@@ -61,7 +61,7 @@ def leaf_name(path: Path, index: Iterable[int] = ()) -> str:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Number repeated names, such as those of the key `a/b` and of the key `b` inside `a`."""
+    """Append numbers to repeated names; `{"a/b": x}` and `{"a": {"b": x}}` have the same name."""
     count, out = Counter[str](), list[str]()
     for name in names:
         count[name] += 1

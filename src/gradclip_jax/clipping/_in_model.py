@@ -1,4 +1,4 @@
-"""Clips inside a model: cotangents in the backward pass, and attention logits."""
+"""Clip cotangents in the backward pass of a model, and limit its attention logits."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def qk_clip(
         query_rotary, _ = qk_clip(query_rotary, None, max_logits)
 
     For grouped query heads, Megatron-LM scales all heads of a group by the largest logit of the
-    group. To reproduce this, pass the maximum of the group for each of its heads.
+    group. To reproduce this, pass the maximum over the group as the value of each of its heads.
 
     Args:
         query: Weights of the query heads, an array or a pytree of kernel and bias; `head_axis` of

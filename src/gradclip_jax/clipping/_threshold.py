@@ -105,7 +105,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; return a rule unchanged, or raise."""
+    """Convert a threshold to a rule; a number must be above `low`."""
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
