@@ -232,7 +232,7 @@ def has_init_and_update(value: object) -> bool:
 
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
-    # The rules of `gcx.thresholds` are named after the functions that create them.
+    # A `Rule` has functions `init` and `update` as well.
     is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
     if isinstance(value, type) or not has_init_and_update(value) or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
