@@ -187,7 +187,7 @@ ACCEPTED = [
     ("a function", {"lambda x"}, r"SkipRule init|thresholds.Rule init|.* microbatch_transform|Monitor (policy|log)"),
     ("a function that runs later", {"lambda:", "optax.adam"}, r"Monitor (policy|log)"),
     ("a function without arguments", {"lambda:"}, r"diagnostics.verify_step step"),
-    ("bools", {"True"}, r".* (rms|resume|rewind_on_rise|uses_params|allow_negative|counts_nonfinite|is_group|trainable)"),
+    ("bools", {"True"}, r".* (rms|resume|rewind_on_rise|uses_params|allow_negative|counts_nonfinite|is_group|is_rms|trainable)"),
     ("strings", {"''", "'other'"}, r"diagnostics.read_log prefix|(thresholds.Rule|SkipRule) name"),
     ("a new file", {"'other'"}, r"Monitor log"),
     ("floating-point trees; a tree may have no leaves", FLOATS | EMPTY | ARRAYS, r".*(global_norm|leaf_norms) tree|clip_grad\S+ grads"),
