@@ -122,28 +122,41 @@ class Monitor:
         rows, names, _ = to_rows(columns, names)
         events = lines_with(columns, ["rewind_to"]) | lines_with(columns, Decision._fields)
         in_order = (event for _, event in sorted(events.items()))
-        self._which, self._is_resumed, self._user_policy = which, resume, policy
-        self._initialize(rows, names, Policy(in_order, rewind_on_rise=rewind_on_rise), log)
+        own_policy = Policy(in_order, rewind_on_rise=rewind_on_rise)
+        self._initialize(rows, names, own_policy, log, which, resume, policy)
         self.incidents = to_incidents(columns)
 
     @classmethod
     def _of_log(cls, columns: Columns, rows: Rows, names: Names, remark: str) -> Monitor:
         """Return a monitor that has read the rows of a log; `remark` is about omitted lines."""
         monitor = cls.__new__(cls)
-        monitor._which, monitor._is_resumed, monitor._user_policy = None, False, None
-        monitor._initialize(rows.take(slice(0)), names, Policy())
-        monitor._remark = remark
+        monitor._initialize(rows.take(slice(0)), names, Policy(), remark=remark)
         monitor._start(rows, names)
         monitor.incidents = to_incidents(columns) or monitor._recent
         return monitor
 
-    def _initialize(self, rows: Rows, names: Names, policy: Policy, log: Log = None) -> None:
-        """Set the attributes that `read` changes; `rows` are those that the run logged before."""
-        self._writer, self._policy = LogWriter(None if jax.process_index() else log), policy
-        self._values, self._remark = None, ""
+    def _initialize(
+        self,
+        rows: Rows,
+        names: Names,
+        own_policy: Policy,
+        log: Log = None,
+        which: int | None = None,
+        is_resumed: bool = False,
+        user_policy: Callable[[Report], Report] | None = None,
+        remark: str = "",
+    ) -> None:
+        """Set all attributes except `incidents`; `rows` are the earlier rows of the run.
+
+        `remark` is a sentence about lines of a log that are not in these rows.
+        """
+        self._writer = LogWriter(None if jax.process_index() else log)
+        self._policy, self._user_policy, self._which = own_policy, user_policy, which
+        self._is_resumed, self._values = is_resumed, None  # until rows are read
+        self._remark = remark
         self._start(rows.take(slice(-_MAX_ROWS, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
-        decision = policy.update(self.rows, self._recent, rows.end)
+        decision = own_policy.update(self.rows, self._recent, rows.end)
         self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
 
     @public
@@ -239,8 +252,8 @@ class Monitor:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
         The state still contains rows of earlier calls. If the run has repeated their steps, their
-        values differ from the values in `self.rows`. If all values are equal, the run was rewound
-        to `good_step` and repeated them exactly, unless the same state is read again.
+        values differ from the values in `self.rows`. If all values are equal after a rewind was
+        advised, and this is not the state of the last call, the run has repeated them exactly.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (

@@ -156,10 +156,11 @@ class PolicyState(NamedTuple):
     confirmed_ids: Sequence[int] = ()
 
 
-def next_action(last: Decision, found: Evidence, num_rewinds: int) -> str:
+def next_action(last: Decision, found: Evidence, num_rewinds: int, has_returned: bool) -> str:
     """Return the action for new evidence; see the table of the module.
 
-    `num_rewinds` is the number of rewinds in a row, including the last decision.
+    `num_rewinds` is the number of earlier rewinds in a row, and `has_returned` is whether the
+    evidence is at the steps of the last rewind, whose batches were left out.
     """
     if found.action == "stop" or found.is_fault or num_rewinds == 0:
         return found.action
@@ -167,7 +168,7 @@ def next_action(last: Decision, found: Evidence, num_rewinds: int) -> str:
         return "stop"
     # If the stretch had not ended at the first rewind, the batches after it may be bad as well.
     may_go_on = last.is_open and num_rewinds == 1
-    if _has_returned(last, found, num_rewinds) and not may_go_on:
+    if has_returned and not may_go_on:
         return "lower"
     return "lower" if num_rewinds >= MOST_REWINDS else "rewind"
 
@@ -181,8 +182,8 @@ def next_decision(
     checkpoint.
     """
     last, confirmed_ids = state
-    has_returned = _has_returned(last, found, num_rewinds)
-    action, reason = next_action(last, found, num_rewinds), found.reason
+    has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
+    action, reason = next_action(last, found, num_rewinds, has_returned), found.reason
     batch_ids = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
     if action == "lower" and has_returned:
         batch_ids = [*confirmed_ids]
@@ -202,11 +203,6 @@ def next_decision(
         is_open=found.is_open,
     )
     return PolicyState(decision, confirmed_ids)
-
-
-def _has_returned(last: Decision, found: Evidence, num_rewinds: int) -> bool:
-    """Return whether evidence is at the steps of the last rewind, whose batches were left out."""
-    return num_rewinds > 0 and last.action == "rewind" and found.first < last.step
 
 
 class Policy:
