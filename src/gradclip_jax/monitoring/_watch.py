@@ -12,20 +12,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_choice,
-    check_count,
-    check_length,
-    check_optimizer_state,
-    check_params,
-    check_state,
-    listed,
-)
+from .._checks import check_choice, check_count, check_length, check_params
 from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
+from .._format import listed
 from .._metrics import collect_metrics
 from .._run_if import like_dtypes
-from .._states import find_states, plain_arrays
+from .._states import check_optimizer_state, check_state, find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity

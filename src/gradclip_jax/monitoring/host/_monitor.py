@@ -12,8 +12,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
+from ..._checks import check_callable, check_choice, check_count, check_flag
 from ..._errors import public, type_error, value_error
+from ..._format import listed, shortened
 from ..._types import HostArray, Tree
 from ...norms._granularity import Granularity
 from ...norms._mask import Mask

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._checks import check_concrete, check_number, shortened
+from ..._checks import check_concrete, check_number
 from ..._errors import public, type_error, value_error
+from ..._format import shortened
 from ..._types import HostArray
 from .._layout import Names, Outcome
 from ._detect import Incident
