@@ -47,7 +47,11 @@ def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
 
 
 def root(total: Array, bound: Array) -> Array:
-    """Return the norm `sqrt(bound)`, whose derivative is zero where `total` is zero."""
+    """Return `sqrt(bound)`, an upper bound of `sqrt(total)`.
+
+    If `total` is 0 or NaN, return `total`. The derivative at 0 is then that of a sum of squares,
+    which is 0, and not that of a square root.
+    """
     is_positive = total > 0
     return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, bound, 1)), total)
 
