@@ -28,6 +28,7 @@ from ._factored import (
     Value,
     as_wide_array,
     einsum,
+    prefers_array,
 )
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
@@ -59,7 +60,7 @@ def root(total: Array, bound: Array) -> Array:
 def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
-    if isinstance(value, Convolution) and not value.is_small():
+    if isinstance(value, Convolution) and value.gram_size() < math.prod(value.shape):
         return _convolution_square(value, zero)
     terms = gram_terms(value)
     return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value)), zero)
@@ -73,9 +74,9 @@ def sum_squares(x: Array) -> Scalar:
 def gram_terms(value: Value) -> list[Term] | None:
     """Convert all terms to a common layout from which Gram matrices can be computed.
 
-    Return None if the product is no larger than its factors or if there is no common layout.
+    Return None for an ordinary array, if an array is preferred, or if there is no common layout.
     """
-    if not isinstance(value, Factored) or value.is_small():
+    if not isinstance(value, Factored) or prefers_array(value):
         return None
     if len({tuple(term.sizes[k] for k in term.kept) for term in value.terms}) > 1:
         return None
