@@ -76,7 +76,7 @@ def value_and_grad(
     | the value with `nonfinite="zero"` | the mean of the examples that are not dropped |
     | an example of weight 0 or NaN | contributes 0, even if its gradient is NaN |
     | no examples, or only weights of 0 | zeros |
-    | tokens that cancel | exact; this example is materialized |
+    | tokens that cancel | exact; the gradient of this example is materialized |
     | norms and elements outside the range of `global_norm` | non-finite above, 0 below |
 
     Use `microbatched_value_and_grad` if per-example clipping is not needed.
@@ -191,7 +191,7 @@ def norms(
 
     | example | norm |
     | --- | --- |
-    | tokens that cancel | exact; this example is materialized |
+    | tokens that cancel | exact; the gradient of this example is materialized |
     | norms and elements outside the range of `global_norm` | infinite above, 0 below |
     | a gradient with a NaN | NaN; the norms of other examples do not change |
     | an empty batch | an empty vector |

@@ -2,9 +2,9 @@
 
 The gradient norms are computed from the factors of the gradients. The clipped gradients are summed
 in one contraction, after the smallest factor is multiplied by the clip factor of each example. If
-the norm that the factors of an example yield is not accurate enough, its gradient is materialized
-and added separately. The method used for an example, and thus its contribution to the sum, does not
-depend on other examples.
+the norm computed from the factors of an example is not accurate enough, its gradient is
+materialized and added separately. The method used for an example, and thus its contribution to the
+sum, does not depend on other examples.
 """
 
 import functools
@@ -78,8 +78,8 @@ class _Groups(NamedTuple):
         norms, is_accurate = self.norms_from_factors(outputs)
         operands = outputs, norms, is_accurate
         if outputs.value.size == 0:
-            return self.sums_from_factors(*operands)
-        branches = self.sums_from_factors, self.sums_with_inaccurate
+            return self.clipped_sum(*operands)
+        branches = self.clipped_sum, self.sums_with_inaccurate
         return lax.cond(is_accurate.all(), *branches, *operands)
 
     def norms_from_factors(self, outputs: Outputs) -> tuple[list[Array], Array]:
@@ -99,7 +99,7 @@ class _Groups(NamedTuple):
         return norms, is_accurate
 
     def total(self, of_leaves: Sequence[Array]) -> list[Array]:
-        """Sum one array of shape [2] per leaf over the leaves of each group, and over shards."""
+        """Sum the squared norm and error bound of each leaf over its group and its shards."""
 
         def total(group: Sequence[int]) -> Array:
             sums = jnp.zeros(2, wide_dtype(*[of_leaves[i].dtype for i in group]))
@@ -110,22 +110,16 @@ class _Groups(NamedTuple):
 
         return list(map(total, self.groups))
 
-    def clipped_sum(self, outputs: Outputs, norms: list[Array], is_included: Array) -> list[Array]:
-        """Sum the clipped gradients of the included examples; [] if only norms are needed."""
+    def clipped_sum(self, outputs: Outputs, norms: list[Array], is_included: Array) -> SumsAndNorms:
+        """Sum the clipped gradients of the included examples, unless only norms are needed."""
         if self.clip_factors is None:
-            return []
+            return [], norms
         is_added = is_included & (outputs.weight > 0)
         of_leaf: dict[int, Array] = {}
         for group, factor in zip(self.groups, self.clip_factors(outputs, norms), strict=True):
             weighted = factor * outputs.weight.astype(factor.dtype)
             of_leaf.update(dict.fromkeys(group, jnp.where(is_added, weighted, 0)))
-        return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(outputs.grads)]
-
-    def sums_from_factors(
-        self, outputs: Outputs, norms: list[Array], is_accurate: Array
-    ) -> SumsAndNorms:
-        """Sum the clipped gradients of the examples whose norms are accurate."""
-        return self.clipped_sum(outputs, norms, is_accurate), norms
+        return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(outputs.grads)], norms
 
     def sums_with_inaccurate(
         self, outputs: Outputs, norms: list[Array], is_accurate: Array
@@ -143,7 +137,7 @@ class _Groups(NamedTuple):
             return lax.cond(part[2].all(), *branches, sums, *part)
 
         accurate = outputs._replace(grads=_select(is_accurate, outputs.grads))
-        sums, _ = self.sums_from_factors(accurate, norms, is_accurate)
+        sums, _ = self.clipped_sum(accurate, norms, is_accurate)
         # Unlike a `while_loop`, a scan can be differentiated in reverse mode.
         sums, rows = lax.scan(step, sums, jnp.arange(num_steps, dtype=jnp.int32))
         return sums, list(map(in_order, rows))
@@ -158,7 +152,7 @@ class _Groups(NamedTuple):
         norms = [jnp.where(is_accurate, x, y.astype(x.dtype)) for x, y in pairs]
         is_added = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms), ~is_accurate)
         outputs = outputs._replace(grads=_select(is_added, grads))
-        terms = self.clipped_sum(outputs, norms, ~is_accurate)
+        terms, _ = self.clipped_sum(outputs, norms, ~is_accurate)
         return list(map(jnp.add, sums, terms)), norms
 
     def materialize(self, grads: list[Value]) -> tuple[list[Array], list[Scalar]]:

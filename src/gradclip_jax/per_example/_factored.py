@@ -101,7 +101,7 @@ class Term:
         return 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
 
     def window(self, label: int, start: int, size: int) -> "Term":
-        """Slice or zero-pad one label of all factors to `size` elements, from index `start`."""
+        """Slice or zero-pad the axes with a label to `size` elements, from index `start`."""
 
         def changed(f: Factor) -> Factor:
             if f.hot == label:
@@ -226,15 +226,10 @@ class Convolution:
     spec: ConvolutionSpec
 
     def padded(self) -> Array:
-        """Pad and dilate the images, and split groups from channels."""
+        """Pad and dilate the images."""
         pairs = zip(self.spec.padding, self.spec.interior, strict=True)
         widths = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in pairs)]
-        padded = lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
-        return padded.reshape(self.spec.groups, -1, *padded.shape[1:])
-
-    def grouped_grads(self) -> Array:
-        """Split groups from the channels of the output gradients."""
-        return self.grads.reshape(self.spec.groups, -1, *self.grads.shape[1:])
+        return lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
 
     def materialize(self) -> Array:
         """Compute the gradient in float32 or wider."""
@@ -273,9 +268,7 @@ class Convolution:
         These are two matrices of all pairs of pixels, and two of all pairs of positions for each of
         images and output gradients.
         """
-        number, *image = self.images.shape[1:]
-        axes = zip(image, self.spec.padding, self.spec.interior, strict=True)
-        pixels = number * math.prod([(n - 1) * d + 1 + low + high for n, (low, high), d in axes])
+        pixels = math.prod(jax.eval_shape(self.padded).shape[1:])
         positions = math.prod(self.grads.shape[1:])
         return self.spec.groups * (2 * pixels**2 + 4 * positions**2)
 

@@ -114,7 +114,7 @@ Kind: TypeAlias = tuple[bool, int, AxisLabels]
 
 
 def _kind(f: Factor) -> Kind:
-    """Return the labels of a factor; one-hot factors come first in their order."""
+    """Return a sort key that puts one-hot factors first and identifies the axes of a factor."""
     return f.hot is None, f.hot or 0, f.labels
 
 
@@ -192,9 +192,8 @@ def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scala
     two pixels. Thus the Gram matrix of patches is a sum of slices of the Gram matrix of pixels.
     """
     spec = value.spec
-    (pixels, bound, off), (grads, grad_bound, grad_off) = map(
-        _position_gram, (value.padded(), value.grouped_grads())
-    )
+    pixels, bound, off = _position_gram(value.padded(), spec.groups)
+    grads, grad_bound, grad_off = _position_gram(value.grads, spec.groups)
     kernel = [value.shape[i] for i in spec.out[2:]]
     axes = list(zip(kernel, value.grads.shape[2:], spec.strides, spec.dilation, strict=True))
 
@@ -216,10 +215,10 @@ def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scala
     return total, (depth * jnp.finfo(zero.dtype).eps + off + grad_off) * size
 
 
-def _position_gram(array: Array) -> tuple[Array, Array, Scalar]:
-    """Return the Gram matrix over all axes but groups and channels, as in `_with_error`."""
-    groups, channels, *positions = array.shape
-    f = Factor(array.reshape(groups, channels, -1), (0, 1, 2))
+def _position_gram(array: Array, groups: int) -> tuple[Array, Array, Scalar]:
+    """Return `_with_error` of the Gram matrix of all positions, for each group of channels."""
+    channels, *positions = array.shape
+    f = Factor(array.reshape(groups, channels // groups, math.prod(positions)), (0, 1, 2))
     gram = einsum([f, Factor(jnp.conj(f.array), (0, 1, 3))], (0, 2, 3))
     array, bound, off = _with_error(gram, f, (0, 2))
     shape = (groups, *positions, *positions)

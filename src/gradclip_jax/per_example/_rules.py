@@ -161,6 +161,7 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Convolution | None:
 
 
 def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Factored | None:
+    """Represent zeros as an empty sum, and add axes of length one to factored arrays."""
     aval = aval_of(eqn.outvars[0])
     if not isinstance(x, Factored):
         is_zero = isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))
