@@ -26,8 +26,9 @@ import optax
 
 import gradclip_jax as gcx
 from benchmarks.faults._models import MODELS
-from gradclip_jax.monitoring._rows import Outcome, names_of, unpack_rows
+from gradclip_jax.monitoring._layout import Outcome, names_of
 from gradclip_jax.monitoring.host._detect import Detector
+from gradclip_jax.monitoring.host._rows import unpack_rows
 
 WARM_UP, AT, STEPS = 400, 5, 80
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._report import table
-from gradclip_jax.monitoring._rows import MEASURED, Names, Outcome, Rows
+from gradclip_jax.monitoring._layout import MEASURED, Names, Outcome
 from gradclip_jax.monitoring.host._detect import Detector
+from gradclip_jax.monitoring.host._rows import Rows
 
 STREAMS = (
     *("an expert in 50 of 150 steps", "a leaf in 1 % of steps", "zero in 5 % of steps"),

@@ -1,4 +1,4 @@
-"""Checks of hyperparameters and of pytrees, and the formatting of values for messages.
+"""Checks of arguments: hyperparameters, functions and pytrees.
 
 Hyperparameters are checked when a transformation is built, and pytrees at trace time. Traced values
 are not checked.
@@ -7,8 +7,7 @@ are not checked.
 import functools
 import inspect
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -18,68 +17,10 @@ import numpy as np
 from jax.core import Tracer
 
 from ._errors import type_error, value_error
-from ._types import UNBOUNDED, Count, Labels, Order, Path, Tree
+from ._format import describe, leaf_path, shortened
+from ._types import UNBOUNDED, Count, Order, Path, Tree
 
-_MAX_LISTED: Final = 5  # maximum number of invalid leaves listed in an error message
-_MAX_CHARACTERS: Final = 200
 _TINY: Final = float(np.finfo(np.float32).tiny)
-
-# Formatting of values and paths
-
-
-def describe(leaf: Any) -> str:
-    """Format an array as `dtype[shape]`, and any other leaf as the name of its type."""
-    if not hasattr(leaf, "dtype"):
-        return type(leaf).__name__
-    return f"{leaf.dtype}[{', '.join(map(str, np.shape(leaf)))}]"
-
-
-def shortened(value: object) -> str:
-    """Format a value for an error message, with arrays as `dtype[shape]`."""
-
-    def abstract(leaf: Any) -> object:
-        if isinstance(leaf, int) and leaf.bit_length() > _MAX_CHARACTERS:
-            # Python raises an error for the digits of a very large integer.
-            return _Unquoted(f"an integer of {leaf.bit_length()} bits")
-        is_number = np.ndim(leaf) == 0 and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
-        return leaf if is_number else _Unquoted(describe(leaf))
-
-    text = repr(jax.tree.map(abstract, value))
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
-
-
-class _Unquoted(str):
-    """A string whose `repr` has no quotation marks."""
-
-    __repr__ = str.__str__
-
-
-def listed(items: Iterable[str]) -> str:
-    """Join the first items with commas, and count the others."""
-    items = list(items)
-    rest = len(items) - _MAX_LISTED
-    return ", ".join(items[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def leaf_path(argument: str, path: Path) -> str:
-    """Format the path of a leaf as a Python expression, such as `params['w']`."""
-    return argument + jax.tree_util.keystr(path)
-
-
-def leaf_name(path: Path, index: Iterable[int] = ()) -> str:
-    """Format the path of a leaf, layer or row as its name in logs, such as `decoder/wi[3]`."""
-    keys = tuple(key for key in path if str(key) != ".value")  # of a variable of Flax NNX
-    name = jax.tree_util.keystr(keys, simple=True, separator="/")
-    return name + "".join(f"[{i}]" for i in index)
-
-
-def distinct(names: Iterable[str]) -> list[str]:
-    """Number repeated names, such as those of the key `a/b` and of the key `b` inside `a`."""
-    count, out = Counter[str](), list[str]()
-    for name in names:
-        count[name] += 1
-        out.append(name if count[name] == 1 else f"{name} ({count[name]})")
-    return out
 
 
 # Types of values
@@ -110,7 +51,7 @@ def is_float0(leaf: object) -> bool:
 
 
 def is_traced(value: object) -> bool:
-    """Return whether a value is a tracer of JAX."""
+    """Return whether a value is a JAX tracer."""
     return isinstance(value, Tracer)
 
 
@@ -125,8 +66,8 @@ def check_number(argument: str, value: Any, hint: str, interval: str = "(0, inf]
     not traced again for a new value.
 
     In `interval`, a bracket includes a bound, and a parenthesis excludes it, as in "[0, 1)".
-    Numbers that float32 cannot represent raise, because they would become 0 or infinity; XLA may
-    replace subnormal numbers by zero.
+    Numbers outside the range of float32 raise an error, because they would become 0 or infinity;
+    XLA may replace subnormal numbers by zero.
     """
     low, high = map(float, interval[1:-1].split(","))
     rule = f"a float32 number in {interval[0]}{low:g}, {high:g}{interval[-1]}"
@@ -232,7 +173,7 @@ def check_flag(argument: str, value: object) -> None:
 
 
 def call_schedule(argument: str, schedule: Any, step: Any) -> Any:
-    """Call a schedule of a user, and raise if it does not return a real scalar.
+    """Call a user-defined schedule, and raise an error if the result is not a real scalar.
 
     A NumPy or Python number becomes a float as in `check_number`.
     """
@@ -264,29 +205,24 @@ def _is_of_this_package(definition: Any) -> bool:
     return definition.__module__.split(".")[0] == __name__.split(".")[0]
 
 
-def call_user(argument: str, name: str, fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a user-defined function, or raise if it cannot be called with these arguments."""
+def call_user(argument: str, signature: str, fun: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a user-defined function, or raise if it cannot be called with these arguments.
+
+    `signature` is its name, or its name and parameters, as in "advance(state, observed, skipped)".
+    """
     check_callable(argument, fun, "Pass a function.")
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        rule = f"a function `{name}` with {len(args)} positional parameters"
-        if name in _SIGNATURES:
-            rule = f"a function `{_SIGNATURES[name]}`"
+        name, has_parameters, _ = signature.partition("(")
+        rule = f"a function `{signature}`"
+        if not has_parameters:
+            rule += f" with {len(args)} positional parameters"
         got = f"{name}{inspect.signature(fun)}: {error}"
         raise type_error(argument, rule, got, "Change its parameters.") from None
     except ValueError:  # a builtin without a signature
         pass
     return fun(*args, **kwargs)
-
-
-_SIGNATURES = {
-    "should_skip": "(grads, state, params, **extra_args) -> (skip, observed)",
-    "advance": "(state, observed, skipped) -> state",
-    "predicate": "(grads, params, **extra_args) -> bool[]",
-    "reaction": "(norm, threshold) -> factor",
-}
-"""Signatures of user-defined functions, by the name of the argument or method."""
 
 
 def has_init_and_update(value: object) -> bool:
@@ -296,7 +232,7 @@ def has_init_and_update(value: object) -> bool:
 
 def check_transformation(argument: str, value: object) -> None:
     """Raise if a value has no `init` or no `update` function."""
-    # A rule of this package has functions of the same names.
+    # A `Rule` has functions `init` and `update` as well.
     is_rule = _is_of_this_package(type(value)) and not isinstance(value, tuple)
     if isinstance(value, type) or not has_init_and_update(value) or is_rule:
         rule, hint = "an `optax.GradientTransformation`", "Pass for example `optax.adamw(1e-3)`."
@@ -345,53 +281,7 @@ def shapes_of(tree: Tree) -> tuple[Any, list[tuple[int, ...]]]:
     return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
-def check_dtype_kept(argument: str, new: Any, old: Any) -> None:
-    """Raise if a floating-point value would replace an integer or a bool in a rule's state."""
-    if jnp.issubdtype(dtype_of(new), jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
-        rule, got = "a rule whose state keeps its dtypes", f"{describe(new)} for {describe(old)}"
-        raise type_error(argument, rule, got, "Return floating-point numbers from `init`.")
-
-
-# Optimizer states
-
-
-def check_state(state: Any, kind: type, count: str) -> None:
-    """Raise if the state is missing, belongs to another transformation, or cannot be read.
-
-    `count` is the name of a scalar field. If it has an axis, the state belongs to several runs.
-    """
-    if not isinstance(state, kind):
-        hint = "Call `update(grads, state, params)` with the state that `init(params)` returned."
-        raise type_error("state", f"of type `{kind.__name__}`", type(state).__name__, hint)
-    check_values("state", state)
-    check_one_run([getattr(state, count)])
-
-
-def check_optimizer_state(state: object) -> None:
-    """Raise if no state can be read from a value that was passed as the optimizer state."""
-    if has_init_and_update(state):
-        hint = "Pass the state that `init(params)` or `update` returned."
-        raise type_error("state", "an optimizer state", type(state).__name__, hint)
-    if any(map(_is_untyped_state, jax.tree.leaves(state, is_leaf=_is_untyped_state))):
-        hint = "Restore the checkpoint into the structure of `tx.init(params)`."
-        raise type_error("state", "a state with its types", "its fields in a dict", hint)
-    check_values("state", state)
-
-
-def _is_untyped_state(node: object) -> bool:
-    """Return whether a node has the fields, but not the type, of a state of a guard or `watch`."""
-    fields = {"outcome", "guard_failed"}, {"step_count", "rows"}
-    return isinstance(node, Mapping) and any(x <= node.keys() for x in fields)
-
-
-def check_one_run(counts: Iterable[Any]) -> None:
-    """Raise if the counts of a state have an axis of `vmap`."""
-    if any(map(np.ndim, counts)):
-        hint = "Use `jax.vmap`, or select run i with `jax.tree.map(lambda x: x[i], state)`."
-        raise type_error("state", "the state of one run", "a state with an axis of `vmap`", hint)
-
-
-# Updates beside parameters, and prefix trees
+# Updates beside parameters
 
 
 def check_params(updates: Tree, params: Tree | None) -> None:
@@ -425,35 +315,3 @@ def check_same_structure(updates: Tree, params: Tree) -> None:
 def _place(argument: str, path: Path | None, leaf: object) -> str:
     """Describe a leaf and its path in an argument; "nothing" if the path is None."""
     return "nothing" if path is None else f"{describe(leaf)} at {leaf_path(argument, path)}"
-
-
-def broadcast_prefix(
-    argument: str, prefix: Tree, like: str, tree: Tree, is_leaf: Any = None
-) -> list[Any]:
-    """Broadcast a prefix tree to a list with one entry for each leaf of `tree`.
-
-    A tree without leaves, like the placeholder of `optax.tree.map_params`, may have any prefix.
-    """
-    if not jax.tree.leaves(tree):
-        return []
-    entries, structure = jax.tree.flatten(prefix, is_leaf)
-    indices = structure.unflatten(range(len(entries)))  # an entry may be None or a tree
-    try:
-        return [entries[i] for i in jax.tree.leaves(jax.tree.broadcast(indices, tree))]
-    except ValueError as error:  # it describes the first difference
-        rule, kind = f"a prefix tree of `{like}`", type(tree).__name__
-        hint = f"Give one entry per leaf or subtree of `{like}`, which is a `{kind}`."
-        raise type_error(argument, rule, shortened(prefix), hint) from error
-
-
-def labels_of(param_labels: Labels, like: str, tree: Tree) -> list[Hashable]:
-    """Return the label of each leaf of `tree`."""
-    labels: Any = param_labels
-    if callable(labels):
-        labels = call_user("param_labels", "param_labels", labels, tree)
-    found = broadcast_prefix("param_labels", labels, like, tree)
-    for label in found:
-        if not isinstance(label, Hashable) or is_traced(label):
-            hint = "Pass for example strings."
-            raise type_error("param_labels", "a tree of hashable labels", shortened(label), hint)
-    return found

@@ -4,8 +4,11 @@ Messages about values have this format:
 
     <function>: <argument> must be <rule>, got <value>[ at <path>]. <next step>
 
-The decorator `public` adds the function name to errors that checks raise. Hyperparameters are
-checked when a transformation is built, and pytrees at trace time. Traced values are not checked.
+The decorator `public` adds the function name to errors that checks raise. If a public function
+calls another one, the name of the outer function, which the user called, replaces the other name.
+In a training step, the outer function would often be `apply_gradients`, which says little. `named`
+therefore marks parts of a step, such as the `update` of a clip, and sets `ArgumentError.is_final`
+for errors in them: public functions around this part do not replace the name.
 """
 
 import contextlib
@@ -30,7 +33,7 @@ class ArgumentError(Exception):
 
     Attributes:
         function: Name of the public function that the user called.
-        is_final: Whether enclosing public functions must not replace this name.
+        is_final: Whether public functions around a part of a step must not replace this name.
     """
 
     function: str = ""
@@ -69,8 +72,7 @@ def warn(message: str) -> None:
 def named(function: str) -> Generator[None]:
     """Name a part of a training step by its public function, in errors and in profiles.
 
-    This context manager is also a decorator. Enclosing public functions, such as
-    `apply_gradients`, do not replace the name. An error that a public function inside this part
+    This context manager is also a decorator. An error that a public function inside this part
     raised keeps the name of that function.
     """
     try:
@@ -85,8 +87,8 @@ def named(function: str) -> Generator[None]:
 def public(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Decorate a public function so that its errors begin with its name.
 
-    If a public function calls another one, errors contain the name of the outer function. If it
-    returns a function or a transformation, that is a part of a training step; see `named`.
+    Functions and transformations that it returns are wrapped in `named`, so that errors in a later
+    step keep this name.
     """
     name = fun.__qualname__.removesuffix(".__init__").removesuffix(".__post_init__")
 
@@ -125,7 +127,7 @@ def _part_of_step(name: str, result: Any) -> Any:
 
 
 def _check_signature(name: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
-    """Raise an error that lists the arguments of a function if it cannot be called like this."""
+    """Raise an error that lists the arguments of a function if the given ones do not fit."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_optimizer_state
 from ._clip_order import check_clip_order
 from ._errors import public
-from ._states import own_states, plain_arrays
+from ._states import check_optimizer_state, own_states, plain_arrays
 from ._types import Array, Path, Tree
 
 
@@ -42,13 +41,22 @@ def metrics(state: Tree) -> dict[str, Array]:
 
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
-    Each number has one key. Directly nested guards share one state and one count of skips. If
-    several states have the same metric, the path of the state is appended to the key, as in
-    `clip_factor/0` and `clip_factor/2` if a chain contains two clipping transformations. In this
-    case, the key without a path is the sum for counts of skips, the maximum for `consecutive_skips`
-    and `guard_failed`, and the minimum for `skip_threshold` and `loss_threshold`. When clipping by
-    group, the label is appended, as in `grad_norm/body`. With `optax.partition`, each group has a
-    `grad_norm`.
+    Directly nested guards share one state and one count of skips. The keys of a metric depend on
+    the states that contain it:
+
+    | states | keys |
+    | --- | --- |
+    | one | its name, such as `clip_factor` |
+    | several, as in a chain of two clips | one key with the path of each state, such as |
+    | | `clip_factor/0` and `clip_factor/2` |
+    | several, and `state` itself is one of them | the key of `state` itself has no path |
+    | several, for a count of skips | also the key without a path, for the sum |
+    | several, for `consecutive_skips` and `guard_failed` | the same, for the maximum |
+    | several, for `skip_threshold` and `loss_threshold` | the same, for the minimum |
+    | several, for `grad_norm` | only that of the outermost state, and of the outermost state in |
+    | | each group of `optax.partition`, such as `grad_norm/body` |
+
+    When clipping by group, the label is appended in the same way.
 
     Args:
         state: Pytree that contains optimizer states, such as a train state or the state of

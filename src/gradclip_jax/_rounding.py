@@ -8,9 +8,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from ._checks import check_count, check_params, check_state, describe, is_float0, leaf_path
+from ._checks import check_count, check_params, is_float0
 from ._devices import HAS_TYPES
 from ._errors import public, type_error
+from ._format import describe, leaf_path
+from ._states import check_state
 from ._types import Array, Path, Scalar, Tree
 from .norms._leaves import checked_leaves
 from .norms._mesh import is_explicit, varying_axes

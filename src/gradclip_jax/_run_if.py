@@ -3,10 +3,10 @@
 `run_step` computes a step, such as an optimizer step, if a predicate is true. Its form depends on
 the backend:
 
-| step | CPU, TPU | CUDA |
-| --- | --- | --- |
-| rarely runs, as in an accumulation | loop | select, cond or loop, by the size of its carry |
-| is likely to run, as in a guard | loop on CPU, select on TPU | select |
+| step | CPU | TPU, ROCm | CUDA |
+| --- | --- | --- | --- |
+| rarely runs, as in an accumulation | loop | loop | select, cond or loop, by its size |
+| is likely to run, as in a guard | loop | select | select |
 
 - *loop*: a `while_loop` with zero or one iterations. XLA updates its carry in place. On CUDA, the
   host waits for its predicate (openxla/xla#23427).
@@ -50,7 +50,8 @@ _MAX_SELECTED_SIZE: Final = 2**18
 """Largest number of elements of the results for which CUDA always computes the step."""
 
 _MAX_COPIED_SIZE: Final = 2**27
-"""Largest number of elements of the results for which CUDA copies the carry and does not wait."""
+"""Up to this number of elements of the results, CUDA uses a cond, which copies the carry. Above it,
+CUDA uses a loop, for which the host waits; a copy would need too much memory."""
 
 
 def trace(function: Callable[..., Tree], *args: Tree) -> tuple[Partial, Tree]:

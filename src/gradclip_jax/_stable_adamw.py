@@ -9,17 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import (
-    call_schedule,
-    check_arrays,
-    check_decay,
-    check_number,
-    check_params,
-    check_state,
-    is_float0,
-)
+from ._checks import call_schedule, check_arrays, check_decay, check_number, check_params, is_float0
 from ._errors import public
-from ._states import increment_where
+from ._states import check_state, increment_where
 from ._types import Array, AxisName, Number, Scalar, Tree
 from .norms._leaves import checked_leaves, is_inexact, wide_dtype
 from .norms._mesh import check_axis_name, num_devices, shard_axes

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import check_number, is_float0, is_scalar, is_traced, shortened
+from ._checks import check_number, is_float0, is_scalar, is_traced
 from ._devices import summand
 from ._errors import type_error
+from ._format import shortened
 from ._types import Array, Scalar, Tree
 from .norms._leaves import wide_dtype
 from .norms._mesh import reshard_like

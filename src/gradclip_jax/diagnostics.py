@@ -17,11 +17,11 @@ from .accumulation._noise_scale import noise_scale as noise_scale
 from .accumulation._window import AccumulationStats as AccumulationStats
 from .accumulation._window import accumulation_stats as accumulation_stats
 from .guarding._raise_if_failed import nonfinite_leaves as nonfinite_leaves
-from .monitoring._rows import Outcome as Outcome
-from .monitoring._verify_step import Verification as Verification
-from .monitoring._verify_step import verify_step as verify_step
+from .monitoring._layout import Outcome as Outcome
 from .monitoring.host._detect import Incident as Incident
 from .monitoring.host._monitor import read_log as read_log
 from .monitoring.host._plot import plot_log as plot_log
 from .monitoring.host._policy import Report as Report
 from .monitoring.host._summary import suggest_max_norm as suggest_max_norm
+from .monitoring.host._verify_step import Verification as Verification
+from .monitoring.host._verify_step import verify_step as verify_step

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 import compat
 import gradclip_jax as gcx
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring._layout import Names, Outcome
 from gradclip_jax.monitoring.host._policy import Policy, of_all_processes
+from gradclip_jax.monitoring.host._rows import Rows
 
 DEVICES = 8  # of all processes together
 CALLS, BATCH, BAD_CALL = 6, 16, 2

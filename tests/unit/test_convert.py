@@ -185,6 +185,18 @@ def test_a_guard_with_another_rule_starts_anew_and_arrays_are_cast():
     chex.assert_trees_all_close(there.inner_state, state.inner_state, rtol=2.0**-8)
 
 
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_the_state_of_a_lambda_function_without_a_name_is_not_taken_for_that_of_another(name):
+    def clip(factor):
+        update = lambda norm, count, _: (factor * norm, count + 1)  # noqa: E731
+        rule = gcx.thresholds.Rule(jnp.zeros_like, update, name=name)
+        return optax.chain(gcx.clip_by_global_norm(rule), optax.sgd(0.1))
+
+    params, state = run(clip(2.0), clip(2.0).init(PARAMS), PARAMS, range(3))
+    there = gcx.convert_state(clip(3.0), state, params)
+    assert_alike(there, state if name else clip(3.0).init(PARAMS))
+
+
 def test_history_of_a_clip_is_kept_where_the_clips_are_the_same():
     old = optax.chain(LEARNED, optax.sgd(0.1))
     params, state = run(old, old.init(PARAMS), PARAMS, range(3))

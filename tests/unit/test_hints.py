@@ -229,7 +229,10 @@ def test_raise_if_failed_names_the_guard_the_count_and_the_leaves():
     gcx.raise_if_failed(state)
     for _ in range(2):
         _, state = step(tx, state, {**PARAMS, "w": jnp.array([1.0, jnp.nan])})
-    with pytest.raises(RuntimeError, match=r"(?s)skip_nonfinite.*2.*\['w'\]"):
+    with pytest.raises(RuntimeError, match=r"(?s): 2 consecutive.*skip_nonfinite.*2.*\['w'\]"):
+        gcx.raise_if_failed(state)
+    _, state = step(tx, state)
+    with pytest.raises(RuntimeError, match="earlier step.*steps were applied.*skip_nonfinite: 2"):
         gcx.raise_if_failed(state)
 
 
@@ -292,6 +295,13 @@ def test_a_clip_of_scaled_gradients_is_found_in_any_chain(name):
     with pytest.warns(UserWarning, match="clip") as found:
         gcx.metrics(state)
     assert found[0].filename == __file__
+
+
+def test_the_states_of_two_optimizers_in_a_tuple_are_told_from_a_chain_in_the_hint():
+    states = clip.init(PARAMS), scaled.init(PARAMS)
+    with pytest.raises(TypeError, match="two optimizers, pass only the one with the loss scale"):
+        gcx.scale_loss(states, jnp.float32(1.0))
+    gcx.scale_loss(states[1], jnp.float32(1.0))
 
 
 @pytest.mark.parametrize("names", [("clip", "scale"), ("scale", "the last clip")])

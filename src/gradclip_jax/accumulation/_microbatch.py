@@ -12,15 +12,9 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import (
-    call_user,
-    check_callable,
-    check_choice,
-    check_transformation,
-    shapes_of,
-    shortened,
-)
+from .._checks import call_user, check_callable, check_choice, check_transformation, shapes_of
 from .._errors import public, type_error
+from .._format import shortened
 from .._run_if import like_dtypes
 from .._types import FLOAT32, Array, Count, Number, Scalar, Tree
 from .._weighted_sum import REDUCTIONS, as_weight, check_dtype, scaled, sum_dtype

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._checks import shortened
 from .._errors import public, type_error, value_error
+from .._format import shortened
 from .._types import HostArray
 
 

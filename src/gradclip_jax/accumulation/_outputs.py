@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._checks import broadcast_prefix, describe, is_traced, leaf_path
+from .._checks import is_traced
 from .._errors import type_error
+from .._format import describe, leaf_path
 from .._run_if import run_step
 from .._types import Array, Scalar, Tree
 from .._weighted_sum import REDUCTIONS, WeightedSum
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import vary, varying_axes, zeros_of_type
+from ..norms._prefix import broadcast_prefix
 from ._split import Split, in_order
 
 AUX_REDUCTIONS: Final = (*REDUCTIONS, "last", "concatenate")
@@ -39,13 +41,13 @@ class AuxLeaf(NamedTuple):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Dtype of the reduced leaf; as in `jnp.sum`, sums of small integers have more bits."""
+        """Dtype of the reduced leaf; integers are summed as by `jnp.sum`."""
         if self.reduction != "sum" or jnp.issubdtype(self.like.dtype, jnp.inexact):
             return self.like.dtype
         return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), self.like.dtype)).dtype
 
     def updated(self, old: Array, x: Array) -> Array:
-        """Add a value to the old one for the reduction "sum"; replace the old one for "last"."""
+        """Add a value to the sum for the reduction "sum"; replace the value for "last"."""
         x = jnp.asarray(x).astype(old.dtype)
         return old + x if self.reduction == "sum" else x
 
@@ -100,7 +102,7 @@ def run_micro_batches(
             return x.astype(wide_dtype(x.dtype)) * scale
 
         terms = scaled(value), grads, {i: scaled(leaves[i]) for i in _averaged(aux)}
-        # The first comparison is always true, but not a constant for XLA; see `summand`.
+        # The first comparison is always true, but XLA does not know this; see `summand`.
         is_added = (carry.num_done >= 0) & (scale != 0)
         new = _Carry(
             sums=carry.sums.add(terms, None, is_added, is_zeroed=True),
@@ -126,7 +128,7 @@ def run_micro_batches(
 def empty_outputs(
     value: Any, grads: Tree, aux: Sequence[AuxLeaf], grad_dtype: Callable[[DTypeLike], DTypeLike]
 ) -> WeightedSum:
-    """Return an empty sum of `(value, grads, means)` for outputs of the given shapes.
+    """Return an empty `WeightedSum` for the values, gradients and averaged outputs of `fun`.
 
     `grad_dtype` maps the dtype of a gradient to the dtype of its sum.
     """

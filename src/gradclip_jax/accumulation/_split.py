@@ -14,14 +14,11 @@ from .._checks import (
     check_flag,
     check_length,
     check_positions,
-    describe,
     dtype_of,
     is_traced,
-    leaf_path,
-    listed,
-    shortened,
 )
 from .._errors import type_error, value_error, warn
+from .._format import describe, leaf_path, listed, shortened
 from .._types import Array, Count, Number, Tree
 from ..norms._leaves import is_inexact
 
@@ -199,10 +196,10 @@ def batch_size(batches: Mapping[str, Tree]) -> int:
     """Return the number of examples in arguments whose leaves have a leading batch axis.
 
     Args:
-        batches: Trees of arrays by their name, such as `args[1]`.
+        batches: Trees of arrays, keyed by names such as `args[1]`.
 
     Raises:
-        ValueError: If the leaves have different lengths, with the path of one leaf of each length.
+        ValueError: If leaves have different lengths; the message contains a path for each length.
     """
     leaves = jax.tree.leaves_with_path(batches)
     lengths = {np.shape(x)[:1] for _, x in leaves}

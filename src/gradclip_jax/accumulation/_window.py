@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import (
-    ARRAY_LIKE,
-    check_arrays,
+from .._checks import ARRAY_LIKE, check_arrays, check_transformation, is_float0, is_traced
+from .._errors import public, type_error
+from .._format import describe
+from .._run_if import run_step
+from .._states import (
     check_one_run,
     check_optimizer_state,
-    check_transformation,
-    describe,
-    is_float0,
-    is_traced,
+    find_states,
+    is_own_state,
+    plain_arrays,
+    replace_states,
+    with_structure_of,
 )
-from .._errors import public, type_error
-from .._run_if import run_step
-from .._states import find_states, is_own_state, plain_arrays, replace_states, with_structure_of
 from .._types import Array, HostArray, Path, Scalar, Tree
 from ..wrappers._accumulation import AccumulationState
 from ..wrappers._guard import params_of

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_number, is_traced, shortened
+from .._checks import check_number, is_traced
 from .._errors import public, value_error
+from .._format import shortened
 from .._types import Array, Number, Tree
 from ..norms._leaves import checked_leaves, wide_dtype
 

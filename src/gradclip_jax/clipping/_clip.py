@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_number, check_ord, check_params, describe, is_scalar, is_traced
+from .._checks import check_number, check_ord, check_params, is_scalar, is_traced
 from .._errors import public, type_error
+from .._format import describe
 from .._types import UNBOUNDED, Array, AxisName, Number, Order, Scalar, Tree
 from ..norms._granularity import Granularity, as_granularity, select_labels
 from ..norms._groups import PerGroup, tree_groups
@@ -170,7 +171,7 @@ def norm_clip(
         if uses_params:
             check_params(updates, params)
             param_norms = group_norms(leaves.leaves_like(params), groups, order, axis_name)
-        if groups.is_rms:
+        if granularity.is_rms:
             norms = root_mean_squares(norms, leaves.arrays, axis_name)
             param_norms = root_mean_squares(param_norms, leaves.arrays, axis_name)
 
@@ -241,8 +242,8 @@ def _metrics(
 _Summary: TypeAlias = tuple[Scalar, Scalar, Scalar]
 """The smallest threshold, the smallest factor and the fraction of norms that were clipped.
 
-If any norm is not finite, the factor is NaN and the fraction is 1. NaN replaces the smallest factor
-because XLA on GPU would compute the minimum in separate kernels if NaN replaced each factor.
+If any norm is not finite, the factor is NaN and the fraction is 1. NaN is inserted after the
+minimum and not before it, because XLA on GPU would otherwise need more kernels.
 """
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import call_user, check_choice, describe, dtype_of, is_traced, shortened
+from .._checks import call_user, check_choice, dtype_of, is_traced
 from .._devices import fusion_barrier
 from .._errors import type_error, value_error
+from .._format import describe, shortened
 from .._types import Array, Tree
 from ..norms._leaves import wide_dtype
 
@@ -51,7 +52,8 @@ def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
     if isinstance(reaction, str):
         factor = (norm <= limit).astype(norm.dtype)
     else:
-        factor = _checked_factor(call_user("reaction", "reaction", reaction, norm, limit), norm)
+        signature = "reaction(norm, threshold) -> factor"
+        factor = _checked_factor(call_user("reaction", signature, reaction, norm, limit), norm)
     return jnp.where(is_limit, factor, jnp.sign(jnp.maximum(threshold, 0)))
 
 

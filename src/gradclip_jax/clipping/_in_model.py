@@ -1,4 +1,4 @@
-"""Clips inside a model: cotangents in the backward pass, and attention logits."""
+"""Clip cotangents in the backward pass of a model, and limit its attention logits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import (
-    ARRAY_LIKE,
-    check_axis,
-    check_count,
-    check_number,
-    check_static,
-    describe,
-    dtype_of,
-    leaf_path,
-)
+from .._checks import ARRAY_LIKE, check_axis, check_count, check_number, check_static, dtype_of
 from .._errors import public, type_error, value_error
+from .._format import describe, leaf_path
 from .._types import Array, Number, Path, Tree
 from ..norms._granularity import axes_within
 from ..norms._groups import slice_groups
@@ -142,7 +134,7 @@ def qk_clip(
         query_rotary, _ = qk_clip(query_rotary, None, max_logits)
 
     For grouped query heads, Megatron-LM scales all heads of a group by the largest logit of the
-    group. To reproduce this, pass the maximum of the group for each of its heads.
+    group. To reproduce this, pass the maximum over the group as the value of each of its heads.
 
     Args:
         query: Weights of the query heads, an array or a pytree of kernel and bias; `head_axis` of

@@ -21,9 +21,9 @@ from .._checks import (
     check_length,
     check_number,
     is_factory,
-    shortened,
 )
 from .._errors import public, type_error
+from .._format import shortened
 from .._states import increment_where
 from .._types import UNBOUNDED, Array, Count, Number, Tree
 from ..norms._reduce import norm_of_leaves

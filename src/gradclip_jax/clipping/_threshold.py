@@ -19,18 +19,16 @@ from .._checks import (
     call_schedule,
     check_arrays,
     check_callable,
-    check_dtype_kept,
     check_flag,
     check_number,
     check_rule_name,
     check_values,
-    describe,
     dtype_of,
     shapes_of,
-    shortened,
 )
 from .._errors import public, type_error
-from .._states import increment_where, state_of_rule
+from .._format import describe, shortened
+from .._states import check_dtype_kept, increment_where, state_of_rule
 from .._types import UNBOUNDED, Array, Number, Scalar, Schedule, Tree, as_pytree
 from ..norms._groups import PerGroup, split
 
@@ -46,8 +44,8 @@ class Rule:
 
     Attributes:
         init: Function `zeros -> state` that returns the initial state; `zeros` has the shape of the
-            norms. None for a rule without a state, whose `update` is elementwise and receives the
-            state `()`; it may receive the norms one by one.
+            norms. None if the rule has no state. `update` then receives `()` as state and must be
+            elementwise, because it may be called once for each norm.
         update: Function `(norm, state, param_norm) -> (threshold, state)`. `norm` is the norm
             before clipping, and is finite if there is a state; `param_norm` is None unless
             `uses_params`. The threshold has the unit of the norm. A threshold <= 0 results in a
@@ -57,7 +55,8 @@ class Rule:
         counts_nonfinite: Whether the state also changes in a step with a non-finite norm, as the
             step count of a schedule does.
         name: Name of the rule. The default is the qualified name of `update`, such as
-            `my_rule.update`. `convert_state` does not copy the state of a rule with another name.
+            `my_rule.update`. `convert_state` does not copy the state of a rule with another name,
+            or of an unnamed lambda function.
 
     Examples:
         Clip to twice the norm of the last step:
@@ -106,7 +105,7 @@ def scheduled(argument: str, schedule: Schedule) -> Rule:
 
 
 def as_rule(argument: str, threshold: Threshold, *, low: float = 0.0) -> Rule:
-    """Convert a number above `low` or a schedule to a rule; return a rule unchanged, or raise."""
+    """Convert a threshold to a rule; a number must be above `low`."""
     if isinstance(threshold, Rule):
         check_arity(argument, threshold)
         return threshold
@@ -164,7 +163,8 @@ def apply_rule(
     """Compute thresholds with the dtype and shape of the norms, and the next state.
 
     Unless `rule.counts_nonfinite`, the state changes only if all norms of the step are finite.
-    `is_finite` says whether the norms that this rule does not receive are finite.
+    `is_finite` is False if another norm of the same step is not finite; the state then does not
+    change either.
     """
     if rule.init is None:
         return _call_rule(argument, rule, norm, norm, (), param_norm)[0], state

@@ -3,7 +3,8 @@
 The conversion has three steps:
 
 1. `_converters.py` converts states of `optax.MultiSteps`, of `optax.apply_if_finite` and of an
-   earlier version of this package to a `WrapperState`, so that both states have the same types.
+   earlier version of this package (`_earlier.py`) to a `WrapperState`, so that both states have
+   the same types.
 2. `_match.py` finds the counterparts of all arrays. The states of clips, guards, accumulations and
    `watch` are matched by type and by the number of accumulations around them. All other arrays must
    be the same in both optimizers, in the same order.
@@ -11,31 +12,31 @@ The conversion has three steps:
    dropped, and a state of the new optimizer without a counterpart is initialized.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_arrays,
-    check_choice,
-    check_one_run,
-    check_optimizer_state,
-    check_transformation,
-    describe,
-    is_traced,
-    leaf_path,
-)
+from .._checks import check_arrays, check_choice, check_transformation, is_traced
 from .._errors import public, value_error
+from .._format import describe, leaf_path
 from .._metrics import own_metrics
 from .._run_if import like_dtypes
-from .._states import plain_arrays, replace_states, with_structure_of
+from .._states import (
+    check_one_run,
+    check_optimizer_state,
+    plain_arrays,
+    replace_states,
+    with_structure_of,
+)
 from .._types import Array, Path, Tree
 from .._weighted_sum import WeightedSum
 from ..wrappers._accumulation import AccumulationState
 from ..wrappers._state import WrapperState
-from ._converters import to_wrapper_states, with_rule_names
+from ._converters import to_wrapper_states
+from ._earlier import with_rule_names
 from ._match import Part, field_path, matched_leaves, matched_parts
 
 
@@ -114,15 +115,29 @@ def convert_state(
         for path, value in jax.tree.leaves_with_path(_converted(part, old_part, reduction)):
             values[*part.path, *path] = value
     for part in dropped:
-        if part.kind is AccumulationState:
+        if part.kind.state is AccumulationState:
             _check_closed(part)
-    # The index of each array of `new` in `leaves`.
-    leaves, structure = jax.tree.flatten(initial)
+    converted = _with_values(initial, values)
+    converted = replace_states(converted, optax.ApplyIfFiniteState, _with_outcome)
+    return with_structure_of(tx_state, like_dtypes(converted, initial))
+
+
+def _with_values(state: Tree, values: Mapping[Path, Any]) -> Tree:
+    """Replace the arrays of a state that have a value, given by their paths after conversion.
+
+    `to_wrapper_states` moves arrays to other paths. To find where each array was moved, a state
+    that contains the index of each array instead of the array is converted. For example, a value at
+    `.accumulation.mini_step` replaces the first array of a state of `optax.MultiSteps`:
+
+        state                                   MultiStepsState(mini_step=a, gradient_step=b, ...)
+        state of indices                        MultiStepsState(mini_step=0, gradient_step=1, ...)
+        to_wrapper_states(state of indices)     WrapperState(accumulation=(mini_step=0, ...), ...)
+    """
+    leaves, structure = jax.tree.flatten(state)
     indices = to_wrapper_states(structure.unflatten(range(len(leaves))))
     for path, i in jax.tree.leaves_with_path(indices):
         leaves[i] = values.get(path, leaves[i])
-    converted = replace_states(structure.unflatten(leaves), optax.ApplyIfFiniteState, _with_outcome)
-    return with_structure_of(tx_state, like_dtypes(converted, initial))
+    return structure.unflatten(leaves)
 
 
 def _with_outcome(state: optax.ApplyIfFiniteState) -> optax.ApplyIfFiniteState:
@@ -132,14 +147,18 @@ def _with_outcome(state: optax.ApplyIfFiniteState) -> optax.ApplyIfFiniteState:
 
 def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
     """Return the state of the old part, or the initial state if the old one does not fit."""
-    if new.kind is AccumulationState:
+    if new.kind.state is AccumulationState:
         return _converted_window(new, old, reduction)
     old_state = with_rule_names(new.state, old.state)
     # Explicit shardings may differ.
     new_types, old_types = [
         jax.tree.map(describe, jax.eval_shape(lambda tree: tree, x)) for x in (new.state, old_state)
     ]
-    if new.kind is WrapperState or new_types == old_types:
+    if new.kind.state is WrapperState:
+        return old_state
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(old.state)]
+    # Rules without a name have the name of their function, which all lambda functions share.
+    if new_types == old_types and not any("<lambda>" in path for path in paths):
         return old_state
     # The rule of a clip or guard has changed, or the history of a `watch`.
     if hasattr(new.state, "continued_from"):
@@ -158,7 +177,7 @@ def _converted_window(new: Part, old: Part, reduction: str | None) -> Accumulati
     if new.has_inner_scale != old.has_inner_scale:
         _check_closed(old, "because its micro-batches are multiplied by the loss scale")
     like, window = new.state, old.state.with_total(_matched_total(new.state, old))
-    if _is_of_optax(window) == _is_of_optax(like):
+    if old.source == new.source:
         return window
     total = window.gradient.total
     if reduction is None and jax.tree.leaves(total) and _may_be_open(window):
@@ -166,18 +185,18 @@ def _converted_window(new: Part, old: Part, reduction: str | None) -> Accumulati
         name = leaf_path("state", old.path[:-1])
         hint = f'Pass "mean" if {name} accumulates the mean of gradients.'
         raise value_error("reduction", rule, "None", hint)
-    weight = window.mini_step if _is_of_optax(window) else window.gradient.weight
+    weight = window.mini_step if old.source == "optax" else window.gradient.weight
     weight, num_micro_batches = jnp.asarray(weight, jnp.float32), jnp.asarray(window.mini_step)
     # `MultiSteps` with `use_grad_mean=False` stores the sum as well.
     factor = jnp.where((weight == 0) | (reduction == "sum"), 1, weight)
-    factor = 1 / factor if _is_of_optax(like) else factor
+    factor = 1 / factor if new.source == "optax" else factor
 
     def scaled(x: Array) -> Array:
         # Without micro-batches, the values are from an earlier window, and may be NaN.
         return jnp.where(num_micro_batches > 0, x * factor, jnp.zeros_like(x))
 
     window = window._replace(gradient=WeightedSum(jax.tree.map(scaled, total), weight))
-    if _is_of_optax(like):
+    if new.source == "optax":
         return window
     length = like.accumulation_steps
     count = window.gradient_step * length + window.mini_step
@@ -188,7 +207,7 @@ def _check_closed(part: Part, why: str = "or convert later") -> None:
     """Raise if there may be accumulated micro-batches, which would be discarded."""
     window = part.state
     if _may_be_open(window):
-        place = part.path[:-1] if _is_of_optax(window) else part.path
+        place = part.path[:-1] if part.source == "optax" else part.path
         got = f"{leaf_path('state', place)}.mini_step = {jnp.asarray(window.mini_step)}"
         hint = f"Call `flush` first, {why}."
         raise value_error("state", "a state without accumulated micro-batches", got, hint)
@@ -199,11 +218,6 @@ def _may_be_open(window: AccumulationState) -> bool:
     return is_traced(window.mini_step) or bool(window.mini_step > 0)
 
 
-def _is_of_optax(window: Tree) -> bool:
-    """Return whether a state was converted from a state of `optax.MultiSteps`, without losses."""
-    return window.loss is None
-
-
 def _matched_total(like: AccumulationState, old: Part) -> Tree:
     """Return the total of the old accumulation in the structure of the new one."""
     total, old_total = like.gradient.total, old.state.gradient.total
@@ -211,7 +225,7 @@ def _matched_total(like: AccumulationState, old: Part) -> Tree:
         _check_closed(old)  # an accumulation with `every=1` has no sum
         return total
     path = field_path(old.path, "gradient", "total")
-    if _is_of_optax(old.state):
+    if old.source == "optax":
         path = field_path(old.path[:-1], "acc_grads")
     values = [value for _, value in matched_leaves(total, old_total, path)]
     return jax.tree.unflatten(jax.tree.structure(total), values)

@@ -5,19 +5,20 @@ Both states contain `WrapperState` in place of other states of guards and accumu
 
 import collections
 import itertools
-from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from .._checks import describe, leaf_path
 from .._errors import type_error
+from .._format import describe, leaf_path
 from .._metrics import metric_names
 from .._states import is_own_state
 from .._types import Array, Path, Tree
 from ..wrappers._accumulation import AccumulationState
 from ..wrappers._state import GuardState, WrapperState
+from ._converters import MultiStepsWindow
 
 # Arrays outside the states of this package
 
@@ -89,6 +90,20 @@ def field_path(path: Path, *names: str) -> Path:
 # States of this package
 
 
+class Kind(NamedTuple):
+    """What a part is. Only parts of the same kind are counterparts.
+
+    Attributes:
+        state: Type of the part's state.
+        has_loss_scale: Whether it is the guard `dynamic_loss_scale`.
+        causes: For a guard, the causes of its skips.
+    """
+
+    state: type
+    has_loss_scale: bool = False
+    causes: tuple[str, ...] = ()
+
+
 class Part(NamedTuple):
     """A clip, a guard, an accumulation or a `watch` in an optimizer state.
 
@@ -96,18 +111,20 @@ class Part(NamedTuple):
     form an additional part, whose state is a `WrapperState` without guards.
 
     Attributes:
-        kind: Type of its state. For a guard, whether it is a loss scale, and the causes of its
-            skips.
+        kind: What the part is.
         depth: Number of accumulations around it.
         path: Path of its state.
         state: Its state without the inner state.
-        has_inner_scale: Whether it is an accumulation whose sum a loss scale inside it divides.
+        source: For an accumulation, "optax" if it is an `optax.MultiSteps`, otherwise "own".
+        has_inner_scale: Whether this is an accumulation of gradients that are still multiplied by a
+            loss scale, because the loss scale is inside it.
     """
 
-    kind: Hashable
+    kind: Kind
     depth: int
     path: Path
     state: Any
+    source: Literal["optax", "own"] | None = None
     has_inner_scale: bool = False
 
 
@@ -119,7 +136,7 @@ def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[P
     groups: dict[Hashable, tuple[list[Part], list[Part]]]
     groups = collections.defaultdict(lambda: ([], []))
     for i, state in enumerate((new, old)):
-        for part in _parts(state):
+        for part in _without_shared_counts(_parts(state)):
             groups[part.kind, part.depth][i].append(part)
     pairs: list[tuple[Part, Part]] = []
     dropped: list[Part] = []
@@ -131,38 +148,64 @@ def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[P
     return pairs, dropped
 
 
-def _is_part(node: object) -> bool:
-    """Return whether a node is the state of a guard or another state of this package."""
-    return isinstance(node, GuardState) or is_own_state(node)
+def _without_shared_counts(parts: Iterable[Part]) -> list[Part]:
+    """Omit the counts of guards directly inside other guards, because the outer counts are used."""
+    parts = list(parts)
+    counts = {part.path for part in parts if part.kind == Kind(WrapperState)}
+    inner_counts = {field_path(path, "inner_state") for path in counts} & counts
+    return [part for part in parts if part.path not in inner_counts]
 
 
-def _parts(
-    state: Tree, path: Path = (), depth: int = 0, *, is_directly_inside_guards: bool = False
-) -> Iterator[Part]:
-    """Yield all parts of a state, from the outermost to the innermost."""
-    for place, node in jax.tree.leaves_with_path(state, is_leaf=_is_part):
+def _parts(state: Tree, path: Path = (), depth: int = 0) -> Iterator[Part]:
+    """Yield all parts of a state, from the outermost to the innermost.
+
+    `path` is the path of the state in the optimizer state, and `depth` the number of accumulations
+    around it.
+    """
+
+    def is_part(node: object) -> bool:
+        return isinstance(node, GuardState) or is_own_state(node)
+
+    for place, node in jax.tree.leaves_with_path(state, is_leaf=is_part):
         here = (*path, *place)
         if isinstance(node, GuardState):
-            kind = hasattr(node.rule_state, "loss_scale"), *sorted(node.skipped)
-            yield Part(kind, depth, here, node)
+            yield _guard_part(node, here, depth)
         elif isinstance(node, WrapperState):
-            has_guards = bool(node.outer_guards or node.inner_guards)
-            if has_guards and not (is_directly_inside_guards and not place):
-                others = {"outer_guards": (), "accumulation": None, "inner_guards": ()}
-                yield Part(WrapperState, depth, here, node._replace(inner_state=(), **others))
-            yield from _parts(node.outer_guards, field_path(here, "outer_guards"), depth)
-            inside = depth
-            if node.accumulation is not None:
-                window = field_path(here, "accumulation")
-                # A loss scale inside divides the gradients after the sum.
-                is_scaled = "loss_scale" in metric_names((node.inner_guards, node.inner_state))
-                yield Part(AccumulationState, depth, window, node.accumulation, is_scaled)
-                inside = depth + 1
-            yield from _parts(node.inner_guards, field_path(here, "inner_guards"), inside)
-            inner = field_path(here, "inner_state")
-            yield from _parts(node.inner_state, inner, inside, is_directly_inside_guards=has_guards)
-        elif hasattr(node, "inner_state"):  # `watch`
-            yield Part(type(node), depth, here, node._replace(inner_state=()))
-            yield from _parts(node.inner_state, field_path(here, "inner_state"), depth)
+            yield from _wrapper_parts(node, here, depth)
+        elif hasattr(node, "inner_state"):
+            yield from _watch_parts(node, here, depth)
         elif is_own_state(node):  # a clip
-            yield Part(type(node), depth, here, node)
+            yield Part(Kind(type(node)), depth, here, node)
+
+
+def _guard_part(node: GuardState, path: Path, depth: int) -> Part:
+    """Return the part of one guard."""
+    has_loss_scale = hasattr(node.rule_state, "loss_scale")
+    return Part(Kind(GuardState, has_loss_scale, tuple(sorted(node.skipped))), depth, path, node)
+
+
+def _watch_parts(node: Tree, path: Path, depth: int) -> Iterator[Part]:
+    """Yield the part of a `watch` and the parts inside it."""
+    yield Part(Kind(type(node)), depth, path, node._replace(inner_state=()))
+    yield from _parts(node.inner_state, field_path(path, "inner_state"), depth)
+
+
+def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]:
+    """Yield the counts, the guards and the accumulation of a wrapper, and the parts inside it."""
+    if node.outer_guards or node.inner_guards:
+        counts = node._replace(outer_guards=(), accumulation=None, inner_guards=(), inner_state=())
+        yield Part(Kind(WrapperState), depth, path, counts)
+    yield from _parts(node.outer_guards, field_path(path, "outer_guards"), depth)
+    if node.accumulation is not None:
+        yield _accumulation_part(node, field_path(path, "accumulation"), depth)
+        depth += 1
+    for name in ("inner_guards", "inner_state"):
+        yield from _parts(getattr(node, name), field_path(path, name), depth)
+
+
+def _accumulation_part(node: WrapperState, path: Path, depth: int) -> Part:
+    """Return the part of the accumulation of a wrapper."""
+    source = "optax" if isinstance(node.accumulation, MultiStepsWindow) else "own"
+    has_inner_scale = "loss_scale" in metric_names((node.inner_guards, node.inner_state))
+    kind = Kind(AccumulationState)
+    return Part(kind, depth, path, node.accumulation, source, has_inner_scale)

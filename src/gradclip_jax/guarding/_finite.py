@@ -30,8 +30,8 @@ def is_nonfinite(x: Array) -> Array:
     if info.bits < 32:
         # XLA may omit the rounding to a narrow dtype, so test in float32. The limit is between the
         # largest finite value of the dtype and the smallest value that rounds to infinity, which is
-        # larger by a factor of 1 + eps / 4. It is scaled to the largest float32, so that larger
-        # values overflow.
+        # larger by a factor of 1 + eps / 4. After the multiplication, exactly the values above the
+        # limit are infinite.
         limit = float(info.max) * (1 + float(info.eps) * 3 / 16)
         x = x.astype(jnp.float32) * jnp.float32(float(jnp.finfo(jnp.float32).max) / limit)
     return lax.bitwise_not(lax.is_finite(x))  # tracing `~jnp.isfinite(x)` takes four times as long

@@ -10,10 +10,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_array, check_count, check_number, check_optimizer_state, is_float0
+from .._checks import check_array, check_count, check_number, is_float0
 from .._clip_order import check_clip_order
 from .._errors import public, type_error
-from .._states import find_states, increment_where, plain_arrays
+from .._states import check_optimizer_state, find_states, increment_where, plain_arrays
 from .._types import Array, AxisName, Count, Number, Scalar, Tree
 from ..norms._leaves import wide_dtype
 from ..norms._mask import Mask

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_concrete, check_optimizer_state, dtype_of, listed
+from .._checks import check_concrete, dtype_of
 from .._errors import public
+from .._format import listed
 from .._metrics import metrics
-from .._states import find_states, plain_arrays
+from .._states import check_optimizer_state, find_states, plain_arrays
 from .._types import Array, HostArray, Tree
 from .._weighted_sum import WeightedSum
 from ..wrappers._state import GuardState, WrapperState
@@ -70,8 +71,10 @@ def raise_if_failed(state: Tree) -> None:
     ]
     arrays = jax.tree.map(_in_use, plain_arrays(state), is_leaf=_is_sum)
     bad = [f"state{path}" for path in nonfinite_leaves(arrays)]
-    message = f"raise_if_failed: {found['consecutive_skips']} consecutive skips"
-    message += f" ({', '.join(counts)}). "
+    skips = f"{found['consecutive_skips']} consecutive skips"
+    if not np.any(found["consecutive_skips"]):
+        skips = "a guard failed in an earlier step, after which steps were applied"
+    message = f"raise_if_failed: {skips} ({', '.join(counts)}). "
     message += f"Non-finite leaves: {listed(bad)}. " if bad else "The state is finite. "
     raise RuntimeError(message + "Restore a checkpoint, and lower the learning rate.")
 

@@ -11,20 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    call_user,
-    check_arrays,
-    check_callable,
-    check_dtype_kept,
-    check_rule_name,
-    describe,
-    is_scalar,
-    shapes_of,
-    shortened,
-)
+from .._checks import call_user, check_arrays, check_callable, check_rule_name, is_scalar, shapes_of
 from .._errors import public, type_error
+from .._format import describe, shortened
 from .._run_if import like_dtypes
-from .._states import state_of_rule
+from .._states import check_dtype_kept, state_of_rule
 from .._types import AxisName, Count, Scalar, Tree, as_pytree
 from ..norms._mask import Mask
 from ..norms._mesh import varying_axes
@@ -46,7 +37,8 @@ class SkipRule:
             result is kept if this guard skips the step, or if the gradient is applied or
             accumulated. The shapes and dtypes of the state must not change.
         name: Name of the rule. The default is the qualified name of `should_skip`.
-            `convert_state` does not copy the state of a rule with another name.
+            `convert_state` does not copy the state of a rule with another name, or of an unnamed
+            lambda function.
 
     Examples:
         Skip steps whose loss is more than twice the loss of the last applied step:
@@ -134,7 +126,8 @@ def skip_if(
         grads: Tree, norm: Scalar, state: Tree, params: Tree, extra_args: ExtraArgs
     ) -> tuple[Rejections, Tree]:
         arguments = grads, state_of_rule("predicate", rule.name, state), params
-        result = call_user("predicate", "should_skip", rule.should_skip, *arguments, **extra_args)
+        signature = "should_skip(grads, state, params, **extra_args) -> (skip, observed)"
+        result = call_user("predicate", signature, rule.should_skip, *arguments, **extra_args)
         if not (isinstance(result, tuple) and len(result) == 2):
             must = "a rule whose `should_skip` returns `(skip, observed)`"
             hint = "Return for example `value > limit, ()`."
@@ -150,7 +143,8 @@ def skip_if(
 
     def advance(state: Tree, observed: Tree, skipped: Scalar) -> Tree:
         state = state[rule.name]
-        after = call_user("predicate", "advance", rule.advance, state, observed, skipped)
+        signature = "advance(state, observed, skipped) -> state"
+        after = call_user("predicate", signature, rule.advance, state, observed, skipped)
         if shapes_of(after) != shapes_of(state):
             must, got = "a rule whose state keeps its shapes", shortened(after)
             raise type_error("predicate", must, got, "Return a state like that of `init`.")
@@ -180,12 +174,14 @@ def _without_state(predicate: Any) -> SkipRule:
     """Return a rule for a function `(grads, params, **extra_args) -> bool[]`."""
     hint = "Pass a function `(grads, params, **extra_args) -> bool[]`, or a `SkipRule`."
     check_callable("predicate", predicate, hint)
+
+    def should_skip(grads: Tree, state: Tree, params: Tree, **extra_args: Any) -> tuple[Any, Tree]:
+        signature = "predicate(grads, params, **extra_args) -> bool[]"
+        return call_user("predicate", signature, predicate, grads, params, **extra_args), ()
+
     return SkipRule(
         init=lambda params: (),
-        should_skip=lambda grads, state, params, **extra: (
-            call_user("predicate", "predicate", predicate, grads, params, **extra),
-            (),
-        ),
+        should_skip=should_skip,
         advance=lambda state, observed, skipped: state,
         name="predicate",
     )

@@ -12,17 +12,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_array,
-    check_length,
-    describe,
-    distinct,
-    leaf_name,
-    leaf_path,
-    shortened,
-)
+from .._checks import check_array, check_length
 from .._devices import fusion_barrier
 from .._errors import public, type_error, value_error
+from .._format import describe, distinct, leaf_name, leaf_path, shortened
 from .._types import Array, Count, HostArray, Path, Tree
 from ..norms._leaves import checked_leaves
 from ..norms._mesh import vary, varying_axes

@@ -12,20 +12,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._checks import (
-    check_choice,
-    check_count,
-    check_length,
-    check_optimizer_state,
-    check_params,
-    check_state,
-    listed,
-)
+from .._checks import check_choice, check_count, check_length, check_params
 from .._devices import MAX_STACKED_SIZE, fusion_barrier, pair_of_sums, stack, stackable
 from .._errors import named, public, type_error, value_error
+from .._format import listed
 from .._metrics import collect_metrics
 from .._run_if import like_dtypes
-from .._states import find_states, plain_arrays
+from .._states import check_optimizer_state, check_state, find_states, plain_arrays
 from .._types import Array, AxisName, Count, Scalar, Tree, as_pytree
 from ..guarding._loss_scale import LossScaleState
 from ..norms._granularity import Granularity, as_granularity
@@ -40,7 +33,16 @@ from ..wrappers._extra_args import ExtraArgs, loss_argument, loss_of
 from ..wrappers._guard import Measure, check_guard_arguments
 from ..wrappers._state import has_flag, outcome_of
 from ..wrappers._update import InPlaceUpdate
-from ._rows import FIRST_NORM, MEASURED, Outcome, PackedRows, RowValues, names_of, num_columns
+from ._layout import (
+    MEASURED,
+    Names,
+    Outcome,
+    PackedRows,
+    RowValues,
+    layout,
+    names_of,
+    num_columns,
+)
 from ._taps import SHAPE, read_sums, tap_names
 
 
@@ -71,7 +73,8 @@ class WatchState(NamedTuple):
 @jax.jit
 def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
     """Return the measurements of the whole tree in the row that was written last."""
-    bits = _last(rows, step_count)[..., FIRST_NORM : FIRST_NORM + 4]
+    of_tree = layout(Names())["norms"].columns  # the units, if there are any, follow
+    bits = _last(rows, step_count)[..., of_tree]
     return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
 
 

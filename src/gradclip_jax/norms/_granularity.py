@@ -9,24 +9,13 @@ from typing import Literal
 import jax
 import numpy as np
 
-from .._checks import (
-    broadcast_prefix,
-    check_axis,
-    check_callable,
-    check_choice,
-    check_flag,
-    check_length,
-    describe,
-    distinct,
-    labels_of,
-    leaf_name,
-    leaf_path,
-    shortened,
-)
+from .._checks import check_axis, check_callable, check_choice, check_flag, check_length
 from .._errors import public, type_error, value_error
+from .._format import describe, distinct, leaf_name, leaf_path, shortened
 from .._types import Array, Labels, Path, Tree, as_pytree
 from ._groups import Axes, NormGroups, leaf_groups, slice_groups, tree_groups
 from ._leaves import inexact_leaves_or_placeholders, is_inexact
+from ._prefix import broadcast_prefix, labels_of
 
 
 @as_pytree
@@ -39,14 +28,18 @@ class Granularity:
             inexact leaves of `tree`.
         is_group: Whether leaves are grouped by labels, which can be the keys of a mapping of
             thresholds.
+        is_rms: Whether thresholds limit root mean squares instead of norms. `partition` must then
+            return groups of slices.
     """
 
     partition: Callable[[Sequence[Array], Tree], NormGroups]
     is_group: bool = False
+    is_rms: bool = False
 
     @public
     def __post_init__(self) -> None:
         check_flag("is_group", self.is_group)
+        check_flag("is_rms", self.is_rms)
         hint = "Use a function of `gcx.granularities`."
         check_callable("partition", self.partition, hint)
 
@@ -167,9 +160,9 @@ def layer(num_layer_axes: Tree = 1, *, rms: bool = False) -> Granularity:
                 if (depth or 0) > np.ndim(x):
                     got = f"{depth} for {describe(x)} at {leaf_path('updates', path)}"
                     raise value_error(name, "at most the rank of the leaf", got, hint)
-        return slice_groups(axes, is_rms=rms)
+        return slice_groups(axes)
 
-    return Granularity(partition)
+    return Granularity(partition, is_rms=rms)
 
 
 @public

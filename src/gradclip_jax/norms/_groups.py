@@ -30,7 +30,6 @@ class NormGroups(NamedTuple):
         axes: If groups are slices, the axes of each leaf over which a norm is computed. None if
             groups consist of whole leaves.
         is_local: Whether norms are computed without communication inside `shard_map`.
-        is_rms: Whether thresholds limit root mean squares instead of norms.
     """
 
     group_of_leaf: tuple[int | None, ...]
@@ -38,7 +37,6 @@ class NormGroups(NamedTuple):
     labels: tuple[Hashable, ...] = ()
     axes: tuple[Axes, ...] | None = None
     is_local: bool = False
-    is_rms: bool = False
 
     def num_norms(self, leaves: Sequence[Array]) -> int:
         """Return the number of norm groups of a tree with these inexact leaves."""
@@ -71,12 +69,10 @@ def leaf_groups(leaves: Sequence[Array], tree: Tree = None) -> NormGroups:
     return slice_groups([tuple(range(np.ndim(x))) for x in leaves])
 
 
-def slice_groups(
-    axes: Sequence[Axes], *, is_local: bool = False, is_rms: bool = False
-) -> NormGroups:
+def slice_groups(axes: Sequence[Axes], *, is_local: bool = False) -> NormGroups:
     """Define one norm group for each slice of each leaf, such as its layers or rows."""
     index = tuple(range(len(axes)))
-    return NormGroups(index, len(axes), axes=tuple(axes), is_local=is_local, is_rms=is_rms)
+    return NormGroups(index, len(axes), axes=tuple(axes), is_local=is_local)
 
 
 def num_slices(x: Array, axes: Axes) -> int:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._checks import describe, dtype_of, is_float0, leaf_path, listed
+from .._checks import dtype_of, is_float0
 from .._errors import type_error
+from .._format import describe, leaf_path, listed
 from .._types import Array, Tree
 from ._mesh import check_placement, is_placed
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import broadcast_prefix, call_user, describe, is_float0, leaf_path
+from .._checks import call_user, is_float0
 from .._errors import type_error
+from .._format import describe, leaf_path
 from .._types import Array, Tree
+from ._prefix import broadcast_prefix
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | None
 """A prefix tree of bools, a function `params -> bools`, or None to include all leaves."""

@@ -10,9 +10,10 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from .._checks import is_float0, leaf_path
+from .._checks import is_float0
 from .._devices import HAS_TYPES
 from .._errors import type_error, value_error
+from .._format import leaf_path
 from .._types import Array, AxisName, Tree
 
 MeshAxes: TypeAlias = frozenset[str]
@@ -29,8 +30,8 @@ def shard_axes(x: Array, axis_name: AxisName) -> MeshAxes:
     """Return the mesh axes over which a leaf is sharded, or none if `axis_name` is `()`.
 
     Inside `shard_map`, the type of a leaf carries these axes. If types do not carry axes (`pmap`,
-    `check_vma=False`), every leaf counts as sharded over `axis_name`. `lax.axis_index(name)` always
-    varies along the axis; if its type does not say so, types do not carry axes.
+    `check_vma=False`), every leaf counts as sharded over `axis_name`. To test whether types carry
+    axes, look at `lax.axis_index(name)`, whose type would have to contain `name`.
     """
     if axis_name == ():
         return frozenset()

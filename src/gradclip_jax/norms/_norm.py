@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_ord, is_traced, shortened
+from .._checks import check_ord, is_traced
 from .._errors import public, value_error
+from .._format import shortened
 from .._types import AxisName, Number, Order, Scalar, Tree
 from ._groups import leaf_groups
-from ._leaves import checked_leaves, is_inexact
+from ._leaves import checked_leaves, is_inexact, norm_dtype
 from ._mesh import check_axis_name
 from ._reduce import group_norms, norm_of_leaves
 
@@ -93,7 +94,8 @@ def leaf_norms(tree: Tree, *, ord: Order | None = None, axis_name: AxisName = No
     check_axis_name(axis_name)
     leaves = checked_leaves("tree", tree).arrays
     norms = iter(group_norms(leaves, leaf_groups(leaves), check_ord(ord), axis_name).arrays)
-    return jax.tree.map(lambda x: next(norms) if is_inexact(x) else jnp.float32(0), tree)
+    zero = jnp.zeros((), norm_dtype(leaves))
+    return jax.tree.map(lambda x: next(norms) if is_inexact(x) else zero, tree)
 
 
 @public

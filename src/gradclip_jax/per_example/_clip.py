@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_choice, check_number, shortened
+from .._checks import check_choice, check_number
 from .._errors import public, type_error, value_error
+from .._format import shortened
 from .._types import Array, AxisName, Labels, Number, Tree
 from .._weighted_sum import Reduction
 from ..accumulation._split import check_parts

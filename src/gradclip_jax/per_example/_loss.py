@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._checks import check_callable, check_flag, describe, labels_of
+from .._checks import check_callable, check_flag
 from .._errors import type_error, value_error
+from .._format import describe
 from .._run_if import run_step, trace
 from .._types import Array, Labels, Number, Tree
 from ..accumulation._split import (
@@ -22,6 +23,7 @@ from ..accumulation._split import (
     with_weight_and_aux,
 )
 from ..norms._mesh import vary, varying_axes, zeros_of_type
+from ..norms._prefix import labels_of
 from ._evaluate import evaluate
 from ._factored import Value
 

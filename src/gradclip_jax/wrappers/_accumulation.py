@@ -15,11 +15,11 @@ from .._checks import (
     check_arrays,
     check_number,
     check_same_structure,
-    describe,
     is_float0,
     is_scalar,
 )
 from .._errors import type_error
+from .._format import describe
 from .._states import increment_where
 from .._types import Array, Count, Number, Scalar, Tree
 from .._weighted_sum import Reduction, WeightedSum, as_weight, scaled, sum_dtype
@@ -180,8 +180,8 @@ class Accumulation(NamedTuple):
         mini_step = state.mini_step + arrived.astype(jnp.int32)
         length = self.length(state.gradient_step)
         is_full = arrived & (mini_step >= length)
-        # `arrived` implies `mini_step > 0`; the comparison hides from XLA that the predicate may be
-        # constant, see `summand`.
+        # `mini_step > 0` is redundant. It keeps `is_added` from being a compile-time constant,
+        # which `summand` forbids.
         is_added = arrived & batch.is_weighted & (mini_step > 0)
         gradient = state.gradient
         if self.has_sum(state):

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_same_structure, dtype_of, is_float0, shortened
+from .._checks import check_same_structure, dtype_of, is_float0
 from .._clip_order import is_only_clips
 from .._errors import named, type_error, warn
+from .._format import shortened
 from .._run_if import like_dtypes, run_checked_step, run_step
 from .._states import increment_where
 from .._types import Array, Scalar, Tree
@@ -215,30 +216,30 @@ def _take_step(
     # in place are read from the carry.
     operands = checked.grads, params if carry.params is None else None
 
-    def run(carry: Carry, grads: Tree, params: Tree) -> tuple[tuple[Tree, Tree], Carry]:
-        current = params if carry.params is None else carry.params
-        arguments = grads, carry.inner_state, current, checked.extra_args
+    def run(old: Carry, grads: Tree, params: Tree) -> tuple[tuple[Tree, Tree], Carry]:
+        current = params if old.params is None else old.params
+        arguments = grads, old.inner_state, current, checked.extra_args
         updates, inner_state = _run_inner(wrappers, *arguments)
-        if carry.params is None:
+        if old.params is None:
             updates = _updates_for_caller(wrappers, updates, call.grads, *arguments)
             return (updates, None), Carry(None, inner_state)
         measured = None if call.measure is None else call.measure(updates, current)
         new_params = apply_updates(current, updates)
         return (updates if checks_step else None, measured), Carry(new_params, inner_state)
 
-    def check(output: tuple[Tree, Tree], after: Carry) -> tuple[Scalar | bool, Skips]:
-        states = carry.inner_state, after.inner_state
+    def check(output: tuple[Tree, Tree], new: Carry) -> tuple[Scalar | bool, Skips]:
+        states = carry.inner_state, new.inner_state
         skips = check_step(guards, output[0], *states, params, checked.skips)
         return skips.is_accepted, skips
 
     if checks_step:
-        skips, (output, carry) = run_checked_step(check, run, carry, *operands)
+        skips, (output, new) = run_checked_step(check, run, carry, *operands)
     else:
         skips = checked.skips
-        output, carry = run_step(skips.is_accepted, run, carry, *operands, likely=True)
+        output, new = run_step(skips.is_accepted, run, carry, *operands, likely=True)
     updates, measured = output
-    updates = updates if carry.params is None else None
-    return Step(updates, measured, skips, checked.observed, checked.norm), carry
+    updates = updates if new.params is None else None
+    return Step(updates, measured, skips, checked.observed, checked.norm), new
 
 
 def _run_inner(

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._checks import describe, is_scalar
+from .._checks import is_scalar
 from .._errors import type_error, value_error
+from .._format import describe
 from .._types import AxisName, Scalar, Tree
 from ..norms._mesh import shard_axes
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_optimizer_state
 from .._errors import public
 from .._metrics import combined
-from .._states import is_own_state, plain_arrays
+from .._states import check_optimizer_state, is_own_state, plain_arrays
 from .._types import Array, Scalar, Tree
 
 
@@ -60,8 +59,8 @@ class WrapperState(NamedTuple):
     """State of directly nested guards and at most one accumulation.
 
     The order of the fields matters for donation. JAX drops donated arrays that `update` does not
-    read, and pairs the others with the outputs by position. If a field that `update` does not read
-    came first, XLA would copy the arrays after it. Such fields are therefore last.
+    read, and pairs the others with the outputs by position. Fields that `update` does not read are
+    therefore last: at the front, they would shift all later pairs, which XLA would then copy.
 
     Attributes:
         consecutive_skips: Number of skipped calls, and of windows whose total weight is 0, since

@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    check_same_structure,
-    check_transformation,
-    check_values,
-    is_scalar,
-    shortened,
-)
+from .._checks import check_same_structure, check_transformation, check_values, is_scalar
 from .._clip_order import check_clip_order
 from .._errors import public, type_error, warn
+from .._format import shortened
 from .._metrics import metric_names
 from .._states import plain_arrays, with_structure_of
 from .._types import Tree, as_pytree

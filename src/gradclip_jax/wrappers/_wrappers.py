@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_state
 from .._errors import named, type_error
 from .._metrics import metric_names
 from .._run_if import like_dtypes
-from .._states import find_states
+from .._states import check_state, find_states
 from .._types import Tree
 from ._accumulation import Accumulation
 from ._guard import Guard, params_of

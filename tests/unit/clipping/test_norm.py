@@ -112,6 +112,9 @@ def test_float64_norms_are_right():
         mixed = [jnp.float32([3.0]), jnp.asarray(np.float64([4.0]))]
         assert gcx.global_norm(mixed).dtype == gcx.leaf_norms(mixed)[0].dtype == jnp.float64
         assert gcx.global_norm(mixed[0]).dtype == jnp.float32
+        float0 = np.zeros(2, jax.dtypes.float0)
+        for leaf, dtype in ((mixed[0], jnp.float32), (mixed[1], jnp.float64)):
+            assert [norm.dtype for norm in gcx.leaf_norms([leaf, float0])] == [dtype, dtype]
 
 
 # --- range ----------------------------------------------------------------------------------

@@ -30,6 +30,16 @@ RULE = gcx.SkipRule(
 )  # fmt: skip
 
 
+def test_extra_arguments_may_have_any_name():
+    def predicate(grads, params, *, name, argument, **others):
+        return name + argument > 2
+
+    tx = gcx.skip_if(SGD, predicate)
+    for name, is_applied in ((1, True), (2, False)):
+        _, state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1), name=name, argument=1)
+        assert gcx.has_updated(state) == is_applied
+
+
 def test_steps_for_which_the_predicate_is_true_are_skipped():
     tx = gcx.skip_if(optax.adam(0.1), is_large, max_consecutive_skips=2)
     params, update, rows = jnp.zeros(1), jax.jit(tx.update), []

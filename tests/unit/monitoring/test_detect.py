@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from gradclip_jax.monitoring._rows import MEASURED, Names, Outcome, Rows
+from gradclip_jax.monitoring._layout import MEASURED, Names, Outcome
 from gradclip_jax.monitoring.host._detect import Detector
+from gradclip_jax.monitoring.host._rows import Rows
 
 STEPS, UNITS, AT = 400, 5, 300
 

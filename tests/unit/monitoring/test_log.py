@@ -14,9 +14,10 @@ import pytest
 from files import python
 from gradclip_jax._errors import ArgumentError
 from gradclip_jax.diagnostics import Incident, read_log
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring._layout import Names, Outcome
 from gradclip_jax.monitoring.host._lines import to_incidents, to_lines, to_rows
 from gradclip_jax.monitoring.host._log import read_columns, to_json
+from gradclip_jax.monitoring.host._rows import Rows
 
 NAMES = Names(("wi", "h/0/wo"), ("clip_factor", "clip_factor/body"))
 ALL = Outcome.APPLIED | Outcome.CLIPPED | Outcome.HAS_LOSS | Outcome.HAS_BATCH_ID

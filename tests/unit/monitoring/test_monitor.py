@@ -11,7 +11,8 @@ import pytest
 
 import gradclip_jax as gcx
 from gradclip_jax.diagnostics import read_log
-from gradclip_jax.monitoring._rows import MEASURED, Rows
+from gradclip_jax.monitoring._layout import MEASURED
+from gradclip_jax.monitoring.host._rows import Rows
 
 PARAMS = {"a": np.ones(2, "f"), "b": np.ones(3, "f")}
 TX = gcx.watch(optax.chain(gcx.clip_by_global_norm(1.0), optax.sgd(0.1)), history=16)

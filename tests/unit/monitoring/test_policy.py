@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from gradclip_jax.diagnostics import Incident
-from gradclip_jax.monitoring._rows import Names, Outcome, Rows
+from gradclip_jax.monitoring._layout import Names, Outcome
 from gradclip_jax.monitoring.host._evidence import find_evidence
 from gradclip_jax.monitoring.host._policy import Policy
+from gradclip_jax.monitoring.host._rows import Rows
 
 GOOD = Outcome.HAS_LOSS | Outcome.HAS_GRADIENT | Outcome.HAS_BATCH_ID | Outcome.APPLIED
 SKIPPED = GOOD & ~Outcome.APPLIED | Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradclip_jax as gcx
 from accumulation_cases import taken
-from gradclip_jax.monitoring._rows import Names, Outcome
+from gradclip_jax.monitoring._layout import Names, Outcome
 from guard_cases import SHARDS, WHOLE, saturated, sharded
 
 SGD = optax.sgd(1.0)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._types import HostArray
-from .._rows import Names, Outcome, Rows
+from .._layout import Names, Outcome
 from ._losses import Losses, LossRise
 from ._outliers import (
     GAP,
@@ -49,6 +49,7 @@ from ._outliers import (
     Streaks,
     median,
 )
+from ._rows import Rows
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """Rows with one of these flags are incidents even if all of their values are normal."""

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._types import HostArray
-from .._rows import Outcome, Rows
+from .._layout import Outcome
 from ._detect import Incident
 from ._outliers import BLOCK, GAP, STARVING, WINDOW, median, quantiles, run_lengths
+from ._rows import Rows
 
 QUIET = 32
 """Number of rows without an incident after which a save is advised, and after which an earlier

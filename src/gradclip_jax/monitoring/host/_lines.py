@@ -23,9 +23,10 @@ import jax
 import numpy as np
 
 from ..._types import HostArray
-from .._rows import MEASURED, MEASURES, Columns, Names, Outcome, Rows
+from .._layout import MEASURED, MEASURES, Names, Outcome
 from ._detect import Incident
 from ._policy import Decision
+from ._rows import Columns, Rows
 
 WORDS = {str(x.name).lower(): int(x) for x in Outcome if not str(x.name).startswith("HAS_")}
 """The words of the key `outcome`, and their flags."""

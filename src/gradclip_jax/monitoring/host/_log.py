@@ -16,8 +16,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias
 
 from ..._errors import type_error, value_error
-from .._rows import MEASURES, Columns, Line
+from .._layout import MEASURES
 from ._lines import KEYS
+from ._rows import Columns, Line
 
 LogSource: TypeAlias = Sequence[Line] | str | os.PathLike[str]
 """The lines of a log as dictionaries, or the path of a file."""

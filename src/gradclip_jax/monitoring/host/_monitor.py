@@ -13,17 +13,19 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from ..._checks import check_callable, check_choice, check_count, check_flag, listed, shortened
+from ..._checks import check_callable, check_choice, check_count, check_flag
 from ..._errors import public, type_error, value_error
+from ..._format import listed, shortened
 from ..._types import HostArray, Tree
 from ...norms._granularity import Granularity
 from ...norms._mask import Mask
-from .._rows import Columns, Line, Names, PackedRows, Rows, names_of, unpack_rows
+from .._layout import Names, PackedRows, names_of
 from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import LogSource, append_lines, read_columns
 from ._policy import ACTIONS, Decision, Policy, Report, of_all_processes
+from ._rows import Columns, Line, Rows, unpack_rows
 from ._summary import summary_of
 
 Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None

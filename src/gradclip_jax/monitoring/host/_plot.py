@@ -10,11 +10,12 @@ import numpy as np
 
 from ..._errors import public, type_error, value_error
 from ..._types import HostArray
-from .._rows import MEASURED, Outcome, Rows
+from .._layout import MEASURED, Outcome
 from ._detect import Incident
 from ._log import LogSource
 from ._monitor import Monitor, read_log
 from ._policy import Report
+from ._rows import Rows
 from ._summary import has_micro_batches
 
 _MAX_UNITS = 40

@@ -32,10 +32,10 @@ import jax
 import numpy as np
 
 from ..._types import HostArray
-from .._rows import Rows
 from ._detect import Incident
 from ._evidence import MOST_REWINDS, QUIET, Evidence, bad_rows, find_evidence
 from ._outliers import run_lengths
+from ._rows import Rows
 
 FORGET = 1000
 """Number of steps without evidence after which earlier rewinds no longer count."""

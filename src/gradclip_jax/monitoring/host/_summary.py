@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._checks import check_concrete, check_number, shortened
+from ..._checks import check_concrete, check_number
 from ..._errors import public, type_error, value_error
+from ..._format import shortened
 from ..._types import HostArray
-from .._rows import Names, Outcome, Rows
+from .._layout import Names, Outcome
 from ._detect import Incident
 from ._lines import WORDS
+from ._rows import Rows
 
 _MICRO_BATCHES = (
     "for a suggested max_norm, watch windows: accumulate_gradients(watch(optimizer), every)"

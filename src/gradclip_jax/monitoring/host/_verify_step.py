@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .._checks import check_callable, check_concrete
-from .._errors import public
-from .._types import Tree
+from ..._checks import check_callable, check_concrete
+from ..._errors import public
+from ..._types import Tree
 
 
 class Verification(NamedTuple):
