@@ -72,10 +72,12 @@ def value_and_grad(
     | any example of weight 1 | contributes at most `max_norm (1 + 1e-5)` to the sum |
     | `max_norm=inf` | the ordinary mean |
     | an example with norm 0 | contributes 0 |
-    | an example with a non-finite norm | every leaf is NaN; contributes 0 with `nonfinite="zero"` |
+    | an example with a non-finite norm | every leaf of the gradient is NaN |
+    | the same with `nonfinite="zero"` | contributes 0; its weight is in the divisor of `grads` |
+    | the value with `nonfinite="zero"` | the mean of the examples that are not dropped |
     | an example of weight 0 or NaN | contributes 0, even if its gradient is NaN |
     | no examples, or only weights of 0 | zeros |
-    | tokens that cancel | exact; this example is materialized |
+    | tokens that cancel | exact; the gradient of this example is materialized |
     | norms and elements outside the range of `global_norm` | non-finite above, 0 below |
 
     Use `microbatched_value_and_grad` if per-example clipping is not needed.
@@ -118,8 +120,7 @@ def value_and_grad(
     Returns:
         A function that takes the arguments of `fun`, with a batch in place of an example, and
         returns `((value, stats), grads)`, as `jax.value_and_grad(..., has_aux=True)` does: the mean
-        (or sum) of the values, the `Stats` of all examples, and the gradient. With
-        `nonfinite="zero"` the value does not include dropped examples.
+        (or sum) of the values, the `Stats` of all examples, and the gradient.
 
     Raises:
         TypeError: If `fun` is not callable, if its value or weight is not a real scalar, or if a
@@ -191,7 +192,7 @@ def norms(
 
     | example | norm |
     | --- | --- |
-    | tokens that cancel | exact; this example is materialized |
+    | tokens that cancel | exact; the gradient of this example is materialized |
     | norms and elements outside the range of `global_norm` | infinite above, 0 below |
     | a gradient with a NaN | NaN; the norms of other examples do not change |
     | an empty batch | an empty vector |
@@ -303,6 +304,8 @@ def _reduced(
     pairs = zip(sums[0], examples.leaves, strict=True)
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if is_mean:
+        # Dropping an example must not change the contributions of other examples to the gradient,
+        # so its divisor includes all weights. The value is only reported: a mean of known losses.
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
     return value, jax.tree.unflatten(jax.tree.structure(examples.params), grads)

@@ -2,9 +2,9 @@
 
 The gradient norms are computed from the factors of the gradients. The clipped gradients are summed
 in one contraction, after the smallest factor is multiplied by the clip factor of each example. If
-the norm that the factors of an example yield is not accurate enough, its gradient is materialized
-and added separately. The method used for an example, and thus its contribution to the sum, does not
-depend on other examples.
+the norm computed from the factors of an example is not accurate enough, its gradient is
+materialized and added separately. The method used for an example, and thus its contribution to the
+sum, does not depend on other examples.
 """
 
 import functools
@@ -18,6 +18,7 @@ from jax import lax
 
 from .._devices import device_count, fusion_barrier
 from .._types import Array, Scalar
+from ..accumulation._split import in_order
 from ..norms._leaves import wide_dtype
 from ..norms._mesh import is_explicit, sum_over, varying_axes
 from ._factored import Convolution, Factored, Value, as_wide_array
@@ -75,17 +76,11 @@ class _Groups(NamedTuple):
         # Norms and sums must be computed from identically rounded gradients.
         outputs = outputs._replace(grads=list(map(fusion_barrier, outputs.grads)), aux=None)
         norms, is_accurate = self.norms_from_factors(outputs)
-
-        def all_at_once(outputs: Outputs) -> SumsAndNorms:
-            return self.clipped_sum(outputs, norms, is_accurate), norms
-
-        def with_inaccurate(outputs: Outputs) -> SumsAndNorms:
-            accurate = outputs._replace(grads=_select(is_accurate, outputs.grads))
-            return self.add_inaccurate(outputs, is_accurate, all_at_once(accurate))
-
+        operands = outputs, norms, is_accurate
         if outputs.value.size == 0:
-            return all_at_once(outputs)
-        return lax.cond(is_accurate.all(), all_at_once, with_inaccurate, outputs)
+            return self.clipped_sum(*operands)
+        branches = self.clipped_sum, self.sums_with_inaccurate
+        return lax.cond(is_accurate.all(), *branches, *operands)
 
     def norms_from_factors(self, outputs: Outputs) -> tuple[list[Array], Array]:
         """Return the norms of each group, and for each example whether they are accurate."""
@@ -104,7 +99,7 @@ class _Groups(NamedTuple):
         return norms, is_accurate
 
     def total(self, of_leaves: Sequence[Array]) -> list[Array]:
-        """Sum one array of shape [2] per leaf over the leaves of each group, and over shards."""
+        """Sum the squared norm and error bound of each leaf over its group and its shards."""
 
         def total(group: Sequence[int]) -> Array:
             sums = jnp.zeros(2, wide_dtype(*[of_leaves[i].dtype for i in group]))
@@ -115,54 +110,61 @@ class _Groups(NamedTuple):
 
         return list(map(total, self.groups))
 
-    def clipped_sum(self, outputs: Outputs, norms: list[Array], is_included: Array) -> list[Array]:
-        """Sum the clipped gradients of the included examples; [] if only norms are needed."""
+    def clipped_sum(self, outputs: Outputs, norms: list[Array], is_included: Array) -> SumsAndNorms:
+        """Sum the clipped gradients of the included examples, unless only norms are needed."""
         if self.clip_factors is None:
-            return []
+            return [], norms
         is_added = is_included & (outputs.weight > 0)
         of_leaf: dict[int, Array] = {}
         for group, factor in zip(self.groups, self.clip_factors(outputs, norms), strict=True):
             weighted = factor * outputs.weight.astype(factor.dtype)
             of_leaf.update(dict.fromkeys(group, jnp.where(is_added, weighted, 0)))
-        return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(outputs.grads)]
+        return [_weighted_sum(g, of_leaf[i]) for i, g in enumerate(outputs.grads)], norms
 
-    def add_inaccurate(
-        self, outputs: Outputs, is_accurate: Array, accurate: SumsAndNorms
+    def sums_with_inaccurate(
+        self, outputs: Outputs, norms: list[Array], is_accurate: Array
     ) -> SumsAndNorms:
-        """Add the examples with inaccurate norms to the sums over the other examples.
+        """Sum the clipped gradients of all examples, and compute the inaccurate norms again.
 
         Each device materializes the gradient of one example at a time.
         """
         size = outputs.value.size
         num_steps = size // math.gcd(size, device_count(outputs.value))
 
-        def add(index: Array, carry: SumsAndNorms) -> SumsAndNorms:
-            sums, norms = carry
-            part, old, is_known = part_of((outputs, norms, is_accurate), num_steps, index)
-            grads, exact = jax.vmap(self.materialize, axis_size=size // num_steps)(part.grads)
-            pairs = zip(old, exact, strict=True)
-            new = [jnp.where(is_known, x, y.astype(x.dtype)) for x, y in pairs]
-            norms = [
-                x.reshape(-1, num_steps).at[:, index].set(part_norms).reshape(-1)
-                for x, part_norms in zip(norms, new, strict=True)
-            ]
-            is_finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, new), ~is_known)
-            part = part._replace(grads=_select(is_finite, grads))
-            terms = self.clipped_sum(part, new, ~is_known)
-            return list(map(jnp.add, sums, terms)), norms
+        def step(sums: list[Array], index: Array) -> SumsAndNorms:
+            part = part_of((outputs, norms, is_accurate), num_steps, index)
+            branches = _unchanged, self.add_materialized
+            return lax.cond(part[2].all(), *branches, sums, *part)
 
-        def step(carry: SumsAndNorms, index: Array) -> tuple[SumsAndNorms, None]:
-            is_done = is_accurate.reshape(-1, num_steps)[:, index].all()
-            return lax.cond(is_done, lambda x: x, functools.partial(add, index), carry), None
-
+        accurate = outputs._replace(grads=_select(is_accurate, outputs.grads))
+        sums, _ = self.clipped_sum(accurate, norms, is_accurate)
         # Unlike a `while_loop`, a scan can be differentiated in reverse mode.
-        return lax.scan(step, accurate, jnp.arange(num_steps, dtype=jnp.int32))[0]
+        sums, rows = lax.scan(step, sums, jnp.arange(num_steps, dtype=jnp.int32))
+        return sums, list(map(in_order, rows))
+
+    def add_materialized(
+        self, sums: list[Array], outputs: Outputs, norms: list[Array], is_accurate: Array
+    ) -> SumsAndNorms:
+        """Materialize gradients, and add the examples with inaccurate norms to the sums."""
+        materialize = jax.vmap(self.materialize, axis_size=outputs.value.size)
+        grads, exact = materialize(outputs.grads)
+        pairs = zip(norms, exact, strict=True)
+        norms = [jnp.where(is_accurate, x, y.astype(x.dtype)) for x, y in pairs]
+        is_added = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms), ~is_accurate)
+        outputs = outputs._replace(grads=_select(is_added, grads))
+        terms, _ = self.clipped_sum(outputs, norms, ~is_accurate)
+        return list(map(jnp.add, sums, terms)), norms
 
     def materialize(self, grads: list[Value]) -> tuple[list[Array], list[Scalar]]:
         """Return the gradients of one example as arrays, and the norm of each group."""
         arrays = list(map(as_wide_array, grads))
         totals = self.total([jnp.stack([sum_squares(x)] * 2) for x in arrays])
         return arrays, [root(x[0], x[0]) for x in totals]
+
+
+def _unchanged(sums: list[Array], _: Outputs, norms: list[Array], __: Array) -> SumsAndNorms:
+    """Return the sums and norms of examples whose norms are accurate."""
+    return sums, norms
 
 
 def _select(keep: Array, grads: Sequence[Value]) -> list[Value]:

@@ -137,7 +137,8 @@ ScanResult: TypeAlias = tuple[Values, tuple[dict[int, Factored], list[Value]]]
 def _loop_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and carries of a `lax.scan` equation.
 
-    Each scanned input or output has one more axis outside the scan body than inside it.
+    A scanned input or output has one more axis outside the scan body than inside it. JAX 0.11 has
+    no parameters `num_consts` and `num_carry`, only pytrees of a private class.
     """
     jaxpr = eqn.params["jaxpr"].jaxpr
     inputs = zip(eqn.invars, jaxpr.invars, strict=True)

@@ -101,7 +101,7 @@ class Term:
         return 1 + max([k for f in self.factors for k in (*f.labels, f.hot or 0)])
 
     def window(self, label: int, start: int, size: int) -> "Term":
-        """Slice or zero-pad one label of all factors to `size` elements, from index `start`."""
+        """Slice or zero-pad the axes with a label to `size` elements, from index `start`."""
 
         def changed(f: Factor) -> Factor:
             if f.hot == label:
@@ -183,16 +183,6 @@ class Factored:
 
         return self.map(stacked, self.shape if summed else (length, *self.shape))
 
-    def is_small(self) -> bool:
-        """Return whether the product has at most twice as many elements as its factors.
-
-        With T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)`
-        multiplications. The product requires `T d p`, at most twice as many if
-        `d p <= 2 T (d + p)`, and fewer copies of the factors.
-        """
-        product = max((math.prod(term.shape) for term in self.terms), default=0)
-        return product <= 2 * sum(f.array.size for term in self.terms for f in term.factors)
-
 
 class ConvolutionSpec(NamedTuple):
     """The convolution that computes a kernel gradient, with one number for each image axis.
@@ -236,15 +226,10 @@ class Convolution:
     spec: ConvolutionSpec
 
     def padded(self) -> Array:
-        """Pad and dilate the images, and split groups from channels."""
+        """Pad and dilate the images."""
         pairs = zip(self.spec.padding, self.spec.interior, strict=True)
         widths = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in pairs)]
-        padded = lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
-        return padded.reshape(self.spec.groups, -1, *padded.shape[1:])
-
-    def grouped_grads(self) -> Array:
-        """Split groups from the channels of the output gradients."""
-        return self.grads.reshape(self.spec.groups, -1, *self.grads.shape[1:])
+        return lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
 
     def materialize(self) -> Array:
         """Compute the gradient in float32 or wider."""
@@ -277,17 +262,15 @@ class Convolution:
             self, images=joined(self.images), grads=joined(self.grads.astype(dtype) * scale)
         )
 
-    def is_small(self) -> bool:
-        """Return whether the product has at most as many elements as the Gram matrices.
+    def gram_size(self) -> int:
+        """Return the number of elements of the arrays with which `_gram` computes the norm.
 
-        `_gram` needs two matrices of all pairs of pixels, and two of all pairs of positions for
-        each of images and output gradients.
+        These are two matrices of all pairs of pixels, and two of all pairs of positions for each of
+        images and output gradients.
         """
-        number, *image = self.images.shape[1:]
-        axes = zip(image, self.spec.padding, self.spec.interior, strict=True)
-        pixels = number * math.prod([(n - 1) * d + 1 + low + high for n, (low, high), d in axes])
+        pixels = math.prod(jax.eval_shape(self.padded).shape[1:])
         positions = math.prod(self.grads.shape[1:])
-        return math.prod(self.shape) <= self.spec.groups * (2 * pixels**2 + 4 * positions**2)
+        return self.spec.groups * (2 * pixels**2 + 4 * positions**2)
 
 
 jax.tree_util.register_dataclass(Factor, ["array"], ["labels", "hot", "size"])
@@ -317,6 +300,18 @@ def product(
 
     places = [tuple([k for k in labels if sizes[k] != 1]) for labels in axes]
     return Factored(like.shape, like.dtype, (Term(tuple(map(squeezed, factors)), tuple(places)),))
+
+
+def prefers_array(value: Factored | Convolution) -> bool:
+    """Return whether a gradient has at most twice as many elements as its factors.
+
+    It is then materialized, because this takes little more time and fewer copies: with T rows and
+    axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications, and the product
+    requires `T d p`, which is at most twice as many if `d p <= 2 T (d + p)`. A gradient whose
+    factors have no elements is zero.
+    """
+    factors = sum(x.size for x in jax.tree.leaves(value))
+    return factors == 0 or math.prod(value.shape) <= 2 * factors
 
 
 def as_factored(value: Value) -> Factored:

@@ -28,6 +28,7 @@ from ._factored import (
     Value,
     as_wide_array,
     einsum,
+    prefers_array,
 )
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
@@ -47,7 +48,11 @@ def norm_of(total: Array, error: Array) -> tuple[Array, Array]:
 
 
 def root(total: Array, bound: Array) -> Array:
-    """Return the norm `sqrt(bound)`, whose derivative is zero where `total` is zero."""
+    """Return `sqrt(bound)`, an upper bound of `sqrt(total)`.
+
+    If `total` is 0 or NaN, return `total`. The derivative at 0 is then that of a sum of squares,
+    which is 0, and not that of a square root.
+    """
     is_positive = total > 0
     return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, bound, 1)), total)
 
@@ -55,7 +60,7 @@ def root(total: Array, bound: Array) -> Array:
 def squared_norm(value: Value) -> tuple[Scalar, Scalar]:
     """Return the squared norm of a gradient and its error bound, from factors where possible."""
     zero = jnp.zeros((), jnp.finfo(wide_dtype(value.dtype)).dtype)
-    if isinstance(value, Convolution) and not value.is_small():
+    if isinstance(value, Convolution) and value.gram_size() < math.prod(value.shape):
         return _convolution_square(value, zero)
     terms = gram_terms(value)
     return _gram_square(terms, zero) if terms else (sum_squares(as_wide_array(value)), zero)
@@ -69,9 +74,9 @@ def sum_squares(x: Array) -> Scalar:
 def gram_terms(value: Value) -> list[Term] | None:
     """Convert all terms to a common layout from which Gram matrices can be computed.
 
-    Return None if the product is no larger than its factors or if there is no common layout.
+    Return None for an ordinary array, if an array is preferred, or if there is no common layout.
     """
-    if not isinstance(value, Factored) or value.is_small():
+    if not isinstance(value, Factored) or prefers_array(value):
         return None
     if len({tuple(term.sizes[k] for k in term.kept) for term in value.terms}) > 1:
         return None
@@ -109,7 +114,7 @@ Kind: TypeAlias = tuple[bool, int, AxisLabels]
 
 
 def _kind(f: Factor) -> Kind:
-    """Return the labels of a factor; one-hot factors come first in their order."""
+    """Return a sort key that puts one-hot factors first and identifies the axes of a factor."""
     return f.hot is None, f.hot or 0, f.labels
 
 
@@ -187,9 +192,8 @@ def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scala
     two pixels. Thus the Gram matrix of patches is a sum of slices of the Gram matrix of pixels.
     """
     spec = value.spec
-    (pixels, bound, off), (grads, grad_bound, grad_off) = map(
-        _position_gram, (value.padded(), value.grouped_grads())
-    )
+    pixels, bound, off = _position_gram(value.padded(), spec.groups)
+    grads, grad_bound, grad_off = _position_gram(value.grads, spec.groups)
     kernel = [value.shape[i] for i in spec.out[2:]]
     axes = list(zip(kernel, value.grads.shape[2:], spec.strides, spec.dilation, strict=True))
 
@@ -211,10 +215,10 @@ def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scala
     return total, (depth * jnp.finfo(zero.dtype).eps + off + grad_off) * size
 
 
-def _position_gram(array: Array) -> tuple[Array, Array, Scalar]:
-    """Return the Gram matrix over all axes but groups and channels, as in `_with_error`."""
-    groups, channels, *positions = array.shape
-    f = Factor(array.reshape(groups, channels, -1), (0, 1, 2))
+def _position_gram(array: Array, groups: int) -> tuple[Array, Array, Scalar]:
+    """Return `_with_error` of the Gram matrix of all positions, for each group of channels."""
+    channels, *positions = array.shape
+    f = Factor(array.reshape(groups, channels // groups, math.prod(positions)), (0, 1, 2))
     gram = einsum([f, Factor(jnp.conj(f.array), (0, 1, 3))], (0, 2, 3))
     array, bound, off = _with_error(gram, f, (0, 2))
     shape = (groups, *positions, *positions)

@@ -18,7 +18,6 @@ rule, the gradient of a weight is an ordinary array. Each rule is needed by comm
 | `concatenate` | Haiku `GRU`, which splits a kernel |
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -38,6 +37,7 @@ from ._factored import (
     Term,
     Value,
     as_factored,
+    prefers_array,
     product,
 )
 
@@ -77,7 +77,7 @@ def _dot_general(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Factored | None:
     free = [k for k in (*left, *right) if k not in (*batch, *summed)]
     factors = [Factor(lhs, tuple(left)), Factor(rhs, tuple(right))]
     lazy = product(aval_of(eqn.outvars[0]), factors, [(k,) for k in (*batch, *free)])
-    return None if 0 in lazy.shape or lazy.is_small() else lazy
+    return None if prefers_array(lazy) else lazy
 
 
 def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) -> Factored | None:
@@ -101,7 +101,7 @@ def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) 
     numbers = numbers[..., indexed.index(axis)]
     numbers = _row_numbers(numbers, aval.shape[axis], is_clipped)
     total = _rows_at(as_factored(updates), numbers, axis, aval.shape[axis], list(windows.values()))
-    return None if total is None or total.is_small() else total.add(as_factored(operand))
+    return None if total is None or prefers_array(total) else total.add(as_factored(operand))
 
 
 def _row_numbers(numbers: Array, size: int, is_clipped: bool) -> Array:
@@ -142,12 +142,10 @@ def _added_to(eqn: JaxprEqn) -> Sequence[int]:
 def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Convolution | None:
     """Represent the gradient of a convolution kernel by the images and the output gradients.
 
-    The kernel gradient is itself a convolution of the input images with the output gradient. As in
-    `Factored.is_small`, it is materialized if it has at most twice as many elements as these.
+    The kernel gradient is itself a convolution of the input images with the output gradient.
     """
     p, aval = eqn.params, aval_of(eqn.outvars[0])
-    is_large = 0 < 2 * (lhs.size + rhs.size) < math.prod(aval.shape)
-    if p["feature_group_count"] != 1 or not is_large:
+    if p["feature_group_count"] != 1:
         return None
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
     images, grads = lhs.transpose(lhs_spec), rhs.transpose(rhs_spec)
@@ -155,13 +153,15 @@ def _convolution(eqn: JaxprEqn, lhs: Array, rhs: Array) -> Convolution | None:
     strides, dilation, interior = (tuple(map(int, p[name])) for name in names)
     padding = tuple([(int(low), int(high)) for low, high in p["padding"]])
     spec = ConvolutionSpec(p["batch_group_count"], strides, dilation, interior, padding, out_spec)
-    return Convolution(aval.shape, aval.dtype, images, grads, spec)
+    lazy = Convolution(aval.shape, aval.dtype, images, grads, spec)
+    return None if prefers_array(lazy) else lazy
 
 
 # Linear operations on factored gradients
 
 
 def _broadcast(eqn: JaxprEqn, x: Value, *_: Value) -> Factored | None:
+    """Represent zeros as an empty sum, and add axes of length one to factored arrays."""
     aval = aval_of(eqn.outvars[0])
     if not isinstance(x, Factored):
         is_zero = isinstance(x, (np.ndarray, np.generic)) and bool(np.all(x == 0))

@@ -1,5 +1,7 @@
 """What the norms and clipped means must equal: every gradient written down, in 64 bit."""
 
+import math
+
 import jax
 import numpy as np
 
@@ -87,7 +89,7 @@ def methods(loss, params, batch):
         outputs = examples.outputs_of_one(examples.leaves, one)
         for (path, _), grad in zip(jax.tree.leaves_with_path(params), outputs.grads, strict=True):
             if isinstance(grad, Convolution):
-                method = "product" if grad.is_small() else "pixels"
+                method = "pixels" if grad.gram_size() < math.prod(grad.shape) else "product"
             else:
                 terms = as_factored(grad).terms
                 is_plain = len(terms) > 0 and all(len(term.factors) == 1 for term in terms)

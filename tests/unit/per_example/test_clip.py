@@ -103,6 +103,15 @@ def test_weights_multiply_and_mask_even_a_bad_example():
     assert np.isnan(stats.norm[1]) and np.isfinite(stats.norm[::2]).all()
 
 
+def test_weight_of_a_dropped_example_divides_the_gradient_but_not_the_value():
+    batch = BATCH.copy()
+    batch[1] = np.nan
+    run = gcx.per_example.value_and_grad(loss, 1.0, nonfinite="zero")
+    (value, _), grads = jax.jit(run)(PARAMS, batch)
+    np.testing.assert_allclose(value, oracle()[0][::2].mean(), rtol=1e-5)
+    assert_close(grads, expected(np.minimum(1, 1 / norms(oracle()[1])) * [1, 0, 1]))
+
+
 def test_batch_without_examples_has_gradients_of_zero():
     grads, stats = clipped(1.0, BATCH[:0])
     assert stats.norm.shape == (0,)

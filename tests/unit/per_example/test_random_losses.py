@@ -126,6 +126,15 @@ STEPS = {
     "by token": lambda p, h, ids: jax.vmap(lambda x: x @ p["a"])(h),
     "attention": lambda p, h, ids: jax.nn.softmax(h @ h.T) @ h,
     "normalised": lambda p, h, ids: jax.nn.standardize(h, epsilon=0.1),
+    "convolutions of one kernel": lambda p, h, ids: image_conv(p, jnp.sin(image_conv(p, h))),
+    "convolution in a loop": lambda p, h, ids: jax.lax.fori_loop(
+        0, 2, lambda _, x: jnp.tanh(image_conv(p, x)), h
+    ),
+    "convolution of layers": lambda p, h, ids: jax.lax.scan(
+        lambda x, w: (conv(x, w), None),
+        h.reshape(1, -1, 2, W // 2),
+        jnp.stack([p["image kernel"], 2 * p["image kernel"]]),
+    )[0].reshape(h.shape),
     "all but one token": lambda p, h, ids: jnp.pad((h @ p["b"])[:-1], ((1, 0), (0, 0))),
 }
 
@@ -167,6 +176,7 @@ def test_every_step_is_exact(first):
 
 def test_gradients_of_weights_are_kept_as_factors():
     changed = {"low rank", "block", "heads", "masked", "weight norm", "complex", "bias", "gain"}
+    changed |= {"convolutions of one kernel", "convolution in a loop", "convolution of layers"}
     for name in STEPS.keys() - changed - {"carried", "carried, changed", "branch of weights"}:
         loss, (params, batch) = loss_of([name]), params_and_batch(2, 0)
         assert "materialized" not in methods(loss, params, batch).values(), name

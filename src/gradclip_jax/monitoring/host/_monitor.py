@@ -303,7 +303,7 @@ class Monitor:
 def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
     """Detect incidents in the rows that the state of `watch` still contains, oldest first.
 
-    Detection starts at the first of these rows. A `Monitor` has read all rows, so it finds more.
+    Detection starts at the first of these rows. A `Monitor` finds more, because it reads every row.
     docs/watching.md lists the kinds of incidents.
 
     Args:
