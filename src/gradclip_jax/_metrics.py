@@ -42,7 +42,7 @@ def metrics(state: Tree) -> dict[str, Array]:
     Metrics of `watch` are 0 if not measured. A `Monitor` reads the norms of each leaf or layer.
 
     Directly nested guards share one state and one count of skips. The keys of a metric depend on
-    the states that contain it:
+    how many states contain the metric:
 
     | states | keys |
     | --- | --- |

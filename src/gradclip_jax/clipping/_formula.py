@@ -42,8 +42,8 @@ def scale_factor(norm: Array, threshold: Array) -> Array:
 def factor_of(reaction: Reaction, norm: Array, threshold: Array) -> Array:
     """Return the factor of a reaction: 1 without a threshold, and 0 for a threshold <= 0.
 
-    A user-defined reaction receives only finite norms, and positive, finite thresholds. Its factor
-    is clamped to [0, 1], because a traced factor cannot be checked.
+    A user-defined reaction is only called with finite norms and with positive, finite thresholds.
+    Its factor is clamped to [0, 1], because a traced factor cannot be checked.
     """
     if reaction == "scale":
         return scale_factor(norm, threshold)

@@ -128,7 +128,7 @@ def qk_clip(
     Call this function once each time the logits are computed.
 
     In multi-head latent attention (MLA), a logit is `q_C . k_C + q_R . k_R`, and all heads share
-    the rotary key `k_R`. Scale `q_C` and `k_C` together, and `q_R` without a key:
+    the rotary key `k_R`. Scale `q_C` and `k_C` together, and scale `q_R` alone:
 
         query, key = qk_clip(query, key, max_logits)
         query_rotary, _ = qk_clip(query_rotary, None, max_logits)

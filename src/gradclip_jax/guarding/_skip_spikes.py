@@ -62,10 +62,10 @@ def skip_spikes(
     | permanently above a fixed number | always skipped; `guard_failed` is 1 after 50 steps |
     | the loss differs between devices | all devices compare the mean loss |
 
-    Rules also receive the finite values of skipped steps, so that they adapt to a lasting rise: in
-    our tests `mean_std` after 4 skips, `percentile` after 9, and `zscore` after 31. `ema` updates
-    its average with clipped values, so the average adapts only if `factor` is large; for example,
-    it grows tenfold in 80 skips.
+    Rules also receive the finite values of skipped steps and so adapt to a permanent rise: in our
+    tests, `mean_std` adapts after 4 skips, `percentile` after 9, and `zscore` after 31. `ema`
+    updates its average with clipped values, so the average adapts only if `factor` is large; for
+    example, it grows tenfold in 80 skips.
 
     Only the gradient and the loss are measured; to check the update as well, wrap the guard in
     `skip_nonfinite(check="step")`. To scale large gradients instead, use `clip_by_global_norm`; to

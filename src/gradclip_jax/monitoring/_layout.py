@@ -48,9 +48,6 @@ class Outcome(enum.IntFlag):
     A call that skips a micro-batch is `SKIPPED` and `ACCUMULATED` if other micro-batches wait in an
     open window, and `SKIPPED` and `APPLIED` if it closes the window.
 
-    A flag has the same value as in `CallOutcome`. The bits 0x80, 0x100, 0x1000, and 0x200000 and
-    above are free.
-
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
         >>> tx = gcx.watch(gcx.skip_nonfinite(optax.sgd(0.1)))
@@ -61,6 +58,7 @@ class Outcome(enum.IntFlag):
         [True]
     """
 
+    # The bits 0x80, 0x100, 0x1000, and 0x200000 and above are free.
     HAS_GRADIENT = 0x1
     HAS_UPDATE = 0x2
     HAS_PARAMETER = 0x4

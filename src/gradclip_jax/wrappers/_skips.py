@@ -80,7 +80,7 @@ class IndexedGuard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A gradient that guards have prepared and checked.
+    """The result of `check_gradient`.
 
     Attributes:
         grads: The gradient, unscaled and masked.

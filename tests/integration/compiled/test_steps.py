@@ -3,7 +3,6 @@
 An environment compiles for one of them. All models: `make bench-compiled`.
 """
 
-import dataclasses
 import functools
 import re
 
@@ -73,9 +72,11 @@ PHASES = {
 }[PLATFORM]
 # Sharded, in N beyond Optax's, where the goal is 0.05. (With no report of its state at all the same
 # step takes 5 N more on a TPU: the compiler's order decides. It was 0.18 N while norms of rows were
-# stacked, which made XLA gather leaves of one shape and several shardings.)
+# stacked, which made XLA gather leaves of one shape and several shardings. On CUDA, 4.3 N of the
+# 7.02 N of `adaptive_grad_clip` are logits that stay until XLA computes the loss, after the backward
+# pass; without the loss as an output, 2.75 N remain.)
 MORE_SCRATCH_SHARDED = {
-    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 2.75},
+    "cuda": {"clip_by_leaf_norm": 1.84, "adaptive_grad_clip": 7.05},
     "tpu": {"adaptive_grad_clip": 0.41},
 }[PLATFORM]
 # Scratch of PPO's small networks on a TPU is 0 or some 90 N, for near-identical programs of Optax too.
@@ -139,14 +140,10 @@ def test_watch_around_an_accumulation_needs_a_fifth_of_the_parameters_more_scrat
 
 @pytest.mark.parametrize("name", CLIPS)
 def test_sharded_step_gathers_nothing_that_optax_does_not(name):
-    def measure(make):
-        step = make(SHARDED)
-        # If XLA for GPUs computes the loss after the backward pass, the logits stay until then:
-        # 4.3 N with `adaptive_grad_clip`. Its order depends on the number of other instructions.
-        step = dataclasses.replace(step, run=lambda *args, run=step.run: (*run(*args)[:2], None))
-        return compiled.measure(step, SHARDED, PLATFORM, _sharded.mesh(PLATFORM))
-
-    ours, theirs = measure(ROWS[name].ours), measure(OPTAX[ROWS[name].theirs])
+    ours, theirs = (
+        compiled.measure(make(SHARDED), SHARDED, PLATFORM, _sharded.mesh(PLATFORM))
+        for make in (ROWS[name].ours, OPTAX[ROWS[name].theirs])
+    )
     assert gathered(ours) <= 1.01 * gathered(theirs)
     assert ours["scratch, N"] <= theirs["scratch, N"] + MORE_SCRATCH_SHARDED.get(name, 0.05)
 

@@ -233,6 +233,17 @@ def test_outcomes_of_the_device_become_kinds():
     assert all("skipped" in str(x) for x in skips)
 
 
+def test_a_skip_of_a_finite_row_says_that_a_guard_found_non_finite_values_elsewhere():
+    rows, names = clean_rows(steps=100)
+    skipped = Outcome.SKIPPED | Outcome.SKIPPED_NONFINITE
+    rows.outcome[80] = (rows.outcome[80] & ~int(Outcome.APPLIED)) | int(skipped)
+    rows.norms[80, 1] = 0
+    (incident,) = Detector(names).update(rows)
+    assert incident.kinds == ("update",) and not incident.leaf
+    reason = "a guard found non-finite values in the window or the step"
+    assert str(incident) == f"step 80, batch 80: skipped, {reason}"
+
+
 def test_reading_50_rows_of_300_units_takes_at_most_100_ms():
     rows, names = clean_rows(units=300, steps=250)
     detector, times = Detector(names), []

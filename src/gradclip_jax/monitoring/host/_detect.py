@@ -46,6 +46,7 @@ from ._outliers import (
     WINDOW,
     LastingRises,
     Outliers,
+    Periods,
     Streaks,
     median,
 )
@@ -53,6 +54,10 @@ from ._rows import Rows
 
 _REPORTED = Outcome.SKIPPED | Outcome.REPLICA_DIFFERS | Outcome.EMPTY_WINDOW
 """Rows with one of these flags are incidents even if all of their values are normal."""
+
+_SKIPS = {TREE: Outcome.SKIPPED_LARGE_NORM, LOSS: Outcome.SKIPPED_LARGE_LOSS}
+"""The columns that guards compare with a threshold, and the flags of the rows that they skip; in
+the order of `Rows.limits`."""
 
 
 class Incident(NamedTuple):
@@ -186,8 +191,13 @@ def _faults_of(x: Findings) -> Iterator[Fault]:
 def _update_fault(x: Findings) -> Iterator[Fault]:
     """Yield a fault if the update is an outlier or not finite, or if the step was skipped."""
     norm = float(x.row.norms[1, 0])
-    if x.rises[UPDATE] or not math.isfinite(norm) or x.row.outcome & Outcome.SKIPPED:
-        yield Fault("update", x.describe("update norm", norm, UPDATE), x.row.norms[1, 1:])
+    is_bad = x.rises[UPDATE] or not math.isfinite(norm)
+    text = x.describe("update norm", norm, UPDATE)
+    if not is_bad and x.row.outcome & Outcome.SKIPPED_NONFINITE:
+        # The row only contains the last micro-batch of the window.
+        text = "a guard found non-finite values in the window or the step"
+    if is_bad or x.row.outcome & Outcome.SKIPPED:
+        yield Fault("update", text, x.row.norms[1, 1:])
 
 
 def _nonfinite_gradient(row: Rows) -> Fault:
@@ -242,34 +252,47 @@ class Detector:
 
     def _findings(self, rows: Rows) -> Iterator[Findings]:
         """Yield the findings of the next rows; skip rows without findings."""
-        gradient = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
-        gradient[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
-        loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
-        taps = np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])  # as `tap_names`
-        values = _logarithms(gradient, rows.norms[:, 1:, 0], loss, taps[..., 1])
-        rises = self.outliers.compare(values)
-        # A guard skips a row whose norm or loss exceeds the threshold of that guard.
-        skips = {TREE: Outcome.SKIPPED_LARGE_NORM, LOSS: Outcome.SKIPPED_LARGE_LOSS}
-        for column, flag in skips.items():
+        norms, loss, taps = _known_values(rows)
+        values = _logarithms(norms, rows.norms[:, 1:, 0], loss, taps[..., 1])
+        rises, periods = self.outliers.compare(values)
+        for column, flag in _SKIPS.items():
             rises[:, column] += rows.has(flag)
-        zeros = np.column_stack([gradient, loss])
+        zeros = np.column_stack([norms, loss])
         is_zero = self.zeros.compare(zeros == 0, abs(zeros) > 0)
-        unit_rises, tap_rises = rises[:, self.outliers.units], rises[:, self.outliers.taps]
         drifts = self._drifts(values[:, [TREE]], values[:, self.outliers.units])
-        (loss_rises, has_grown), is_starving = self._loss_rises(rows), self._is_starving(rows)
+        loss_rises, has_grown = self._loss_rises(rows, periods)
+        is_starving = self._is_starving(rows)
         is_bad = ~np.isfinite(np.column_stack([rows.norms[:, :, 0], rows.loss]))
         found = np.column_stack([rises, is_zero, drifts, is_starving, rows.has(_REPORTED), is_bad])
         found[list(loss_rises)] = True
-        place = self.count + np.arange(len(values))
-        columns = place, rises, unit_rises, tap_rises, drifts, is_zero, has_grown, is_starving
         for t in np.flatnonzero(np.any(found, axis=1)).tolist():
-            row, thresholds = rows.take(t)._replace(taps=taps[t]), self.outliers.thresholds(t)
-            for limit, (column, flag) in zip(row.limits, skips.items(), strict=True):
-                if row.outcome & flag and limit != 0:  # it is 0 in rows of a log
-                    thresholds[column] = limit
-            known = row, self.tap_names, thresholds, loss_rises.get(t)
-            yield Findings(*known, *(column[t] for column in columns))
+            row = rows.take(t)._replace(taps=taps[t])
+            yield Findings(
+                row=row,
+                tap_names=self.tap_names,
+                thresholds=self._thresholds(row, periods, t),
+                loss_rise=loss_rises.get(t),
+                place=self.count + t,
+                rises=rises[t],
+                unit_rises=rises[t, self.outliers.units],
+                tap_rises=rises[t, self.outliers.taps],
+                drifts=drifts[t],
+                is_zero=is_zero[t],
+                has_grown=has_grown[t],
+                is_starving=is_starving[t],
+            )
         self.count += len(values)
+
+    def _thresholds(self, row: Rows, periods: Periods, t: int) -> HostArray:
+        """Return the smallest outlier of each column in row `t`, or the threshold of a guard.
+
+        The threshold of a guard is used if the guard has skipped the row because of it.
+        """
+        thresholds = self.outliers.thresholds(periods, t)
+        for limit, (column, flag) in zip(row.limits, _SKIPS.items(), strict=True):
+            if row.outcome & flag and limit != 0:  # it is 0 in rows of a log
+                thresholds[column] = limit
+        return thresholds
 
     def _drifts(self, tree: HostArray, units: HostArray) -> HostArray:
         """Return the permanent rises of the gradient norms of the tree and of the units.
@@ -284,10 +307,10 @@ class Detector:
         drifts[at] = np.where(has_risen, lowest - best, 0)
         return drifts
 
-    def _loss_rises(self, rows: Rows) -> tuple[dict[int, LossRise], HostArray]:
+    def _loss_rises(self, rows: Rows, periods: Periods) -> tuple[dict[int, LossRise], HostArray]:
         """Return the lasting rises of the loss by row, and whether the loss may be a value loss."""
         at, has_grown = np.flatnonzero(rows.has(Outcome.HAS_LOSS)), np.zeros(len(rows.step), bool)
-        levels = self.outliers.levels[self.outliers.period[at], LOSS]
+        levels = periods.levels[periods.of_row[at], LOSS]
         rises, has_grown[at] = self.losses.compare(rows.loss[at], levels)
         return {int(at[i]): rise for i, rise in rises.items()}, has_grown
 
@@ -319,9 +342,8 @@ class Detector:
         """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
         if Outcome.SKIPPED in flags:
-            flags &= (
-                ~Outcome.ACCUMULATED
-            )  # the window is open, but does not contain the micro-batch
+            # The window is open, but does not contain the micro-batch.
+            flags &= ~Outcome.ACCUMULATED
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
         has_common_kind = not set(kinds).isdisjoint(self.last.kinds)
@@ -351,6 +373,19 @@ class Detector:
     def _unit_of(self, fault: Fault) -> str:
         """Return the name of the leaf or layer with the strongest evidence; "" if unknown."""
         return self.names.units[np.argmax(fault.by_unit)] if fault.by_unit.any() else ""
+
+
+def _known_values(rows: Rows) -> tuple[HostArray, HostArray, HostArray]:
+    """Return the gradient norms, the loss and the statistics of the taps.
+
+    Norms and losses that were not measured are NaN. The statistics, float[rows, taps, 3], are in
+    the order of `Detector.tap_names`: activations in the order of the forward pass, then cotangents
+    in the order of the backward pass.
+    """
+    norms = np.where(rows.has(Outcome.HAS_GRADIENT)[:, None], rows.norms[:, 0], np.nan)
+    norms[~rows.has(Outcome.HAS_UNITS), 1:] = np.nan
+    loss = np.where(rows.has(Outcome.HAS_LOSS), rows.loss, np.nan)
+    return norms, loss, np.hstack([rows.taps[:, :, 0], rows.taps[:, ::-1, 1]])
 
 
 def _logarithms(

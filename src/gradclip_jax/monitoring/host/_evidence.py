@@ -17,8 +17,8 @@ from ._rows import Rows
 
 QUIET = 32
 """Number of rows without an incident after which a save is advised, and after which an earlier
-checkpoint is good. A stretch that lasts for this many rows (doubled with each rewind, except after
-"lower") leads to a rewind, and so do this many consecutive skipped steps."""
+checkpoint is good. Also the length of a stretch, and of a streak of skips, that leads to a rewind.
+Each rewind doubles the first; after "lower" it is QUIET again."""
 
 BAD_ROWS = 3
 """Minimum number of bad rows in a stretch, with at most GAP other rows between two of them."""

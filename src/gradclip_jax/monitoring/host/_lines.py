@@ -150,63 +150,102 @@ def _number(value: Any) -> float | None:
 def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
     """Return all steps, the row index of each line, and a remark on lines without a row.
 
-    The steps increase. The row index is -1 for a line without a row.
-
-    | line | effect |
-    | --- | --- |
-    | without a loss, a norm and an outcome | it is not in a row |
-    | without a step | it has the next step |
-    | the step of an earlier line, without its numbers | both lines become one row |
-    | the step of the last line, with the same numbers | it replaces the last line |
-    | an earlier step, with the same numbers or more than `_LATE` rows back | the run was resumed: \
-      it replaces all rows from this step on |
-    | an earlier step that is new, at most `_LATE` rows back | it is late, and is sorted in |
+    The steps increase. The row index is -1 for a line without a row, that is, without a loss, a
+    norm and an outcome. `_Steps` describes the other lines.
     """
     keys = _row_keys(columns)
-    lines, row_of = np.flatnonzero(keys), np.full(len(keys), -1)
+    lines = np.flatnonzero(keys)
     values = [*map(columns.get("step", {}).get, lines.tolist())]
     numbers, rewinds = _numbers(values)[0], columns.get("rewind_to", {})
     if not rewinds and np.all(abs(numbers) < _MAX_STEP) and np.all(np.diff(np.trunc(numbers)) > 0):
+        row_of = np.full(len(keys), -1)
         row_of[lines] = np.arange(len(lines))  # most logs
         return numbers.astype(int).tolist(), row_of, ""
-    keys, first_lines = keys.tolist(), list(range(len(keys)))  # the first line of each line's row
-    steps, line_of = list[int](), dict[int, int]()  # the steps so far, and their first lines
-    last, counts = -1, Counter[str]()
-
-    def go_back(step: int) -> None:
-        place = bisect.bisect_left(steps, step)
-        for replaced in steps[place:]:
-            del line_of[replaced]
-        counts.update(replaced=len(steps) - place, resumed=1)
-        del steps[place:]
-
+    steps = _Steps(keys.tolist())
     for line, value, number in zip(lines.tolist(), values, numbers.tolist(), strict=True):
-        number = last + 1 if value in (None, "") else number
+        number = steps.last + 1 if value in (None, "") else number
         if not abs(number) < _MAX_STEP:
-            counts["unknown"] += 1
-            continue
-        step = int(number)
-        if line in rewinds:
-            go_back(step)
-            last = step - 1
-            continue
-        first = line_of.get(step)
-        is_repeated = first is not None and bool(keys[first] & keys[line])
-        is_far = first is None and len(steps) - bisect.bisect_left(steps, step) > _LATE
-        if is_far or (is_repeated and step < last):
-            go_back(step)
-            first = None
-        elif is_repeated:
-            counts["replaced"] += 1
-        if first is None:
-            bisect.insort(steps, step)
-            line_of[step] = line
+            steps.counts["unknown"] += 1
+        elif line in rewinds:
+            steps.go_back(int(number))
         else:
-            first_lines[line], keys[first] = first, keys[first] | keys[line]
-        counts["lines"] += 1
-        last = step
-    row_of[[line_of[step] for step in steps]] = np.arange(len(steps))
-    return steps, row_of[first_lines], _remark(counts)
+            steps.add(line, int(number))
+    return steps.steps, steps.row_of_lines(), _remark(steps.counts)
+
+
+class _Steps:
+    """The steps of the rows of a log, which increase.
+
+    | line | method |
+    | --- | --- |
+    | a later step, or no step, which means the next step | `insert`: the line begins a row |
+    | a new step, at most `_LATE` rows back | `insert`: the line is late |
+    | the step of an earlier line, without its numbers | `join`: both lines become one row |
+    | the step of the last line, with the same numbers | `join`: it replaces the last line |
+    | an earlier step, with the same numbers | `go_back`, because the run was resumed; `insert` |
+    | a new step, more than `_LATE` rows back | the same |
+
+    Args:
+        keys: The keys of `_ROW` that each line has, as bits.
+
+    Attributes:
+        steps: The steps so far.
+        line_of: The first line of each step.
+        keys: The keys of the row that begins at each line.
+        first_lines: The first line of the row of each line.
+        last: The step of the last line.
+        counts: Numbers of lines, of replaced rows, of resumptions, and of lines without a number as
+            their step.
+    """
+
+    def __init__(self, keys: list[int]):
+        self.steps, self.line_of = list[int](), dict[int, int]()
+        self.keys, self.first_lines = [*keys], list(range(len(keys)))
+        self.last, self.counts = -1, Counter[str]()
+
+    def add(self, line: int, step: int) -> None:
+        """Add a line with the numbers of a row."""
+        first, num_later = self.line_of.get(step), self._num_from(step)
+        is_repeated = first is not None and bool(self.keys[first] & self.keys[line])
+        self.counts["lines"] += 1
+        self.counts["replaced"] += is_repeated and step >= self.last
+        if (first is None and num_later > _LATE) or (is_repeated and step < self.last):
+            self.go_back(step)
+            self.insert(line, step)
+        elif first is None:
+            self.insert(line, step)
+        else:
+            self.join(line, first)
+        self.last = step
+
+    def insert(self, line: int, step: int) -> None:
+        """Begin a new row with this line."""
+        bisect.insort(self.steps, step)
+        self.line_of[step] = line
+
+    def join(self, line: int, first: int) -> None:
+        """Add a line to the row that begins at line `first`."""
+        self.first_lines[line] = first
+        self.keys[first] |= self.keys[line]
+
+    def go_back(self, step: int) -> None:
+        """Remove all rows from this step on."""
+        num_replaced = self._num_from(step)
+        for replaced in self.steps[len(self.steps) - num_replaced :]:
+            del self.line_of[replaced]
+        del self.steps[len(self.steps) - num_replaced :]
+        self.counts.update(replaced=num_replaced, resumed=1)
+        self.last = step - 1
+
+    def row_of_lines(self) -> HostArray:
+        """Return the row index of each line, or -1."""
+        row_of = np.full(len(self.keys), -1)
+        row_of[[self.line_of[step] for step in self.steps]] = np.arange(len(self.steps))
+        return row_of[self.first_lines]
+
+    def _num_from(self, step: int) -> int:
+        """Return the number of rows with this step or a later one."""
+        return len(self.steps) - bisect.bisect_left(self.steps, step)
 
 
 def _row_keys(columns: Columns) -> HostArray:

@@ -4,6 +4,7 @@ A log is a sequence of lines, which are dictionaries. `read_columns` parses a fi
 collects the values of each key, and converts the keys to the keys of a `Monitor`.
 """
 
+import collections
 import csv
 import functools
 import json
@@ -12,7 +13,7 @@ import os
 import pathlib
 import re
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeAlias
 
 from ..._errors import type_error, value_error
@@ -22,6 +23,9 @@ from ._rows import Columns, Line
 
 LogSource: TypeAlias = Sequence[Line] | str | os.PathLike[str]
 """The lines of a log as dictionaries, or the path of a file."""
+
+Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
+"""The argument `log` of `Monitor`."""
 
 NAMES = {
     "step": ("step", "_step", "global_step", "iteration", "iter", "watch_step"),
@@ -83,6 +87,33 @@ def _lines_of(log: LogSource) -> Iterable[Line]:
         "pandas, pass `table.to_dict('records')`."
     )
     raise type_error("log", rule, type(log).__name__, hint)
+
+
+class LogWriter:
+    """Write lines to a file, or pass each line to a function.
+
+    Args:
+        log: Path of a file of JSON lines, a function of a dictionary, or None to write nothing.
+
+    Attributes:
+        unsent: Lines that the function has not accepted yet.
+    """
+
+    def __init__(self, log: Log):
+        self.log, self.unsent = log, collections.deque[Line]()
+
+    def append(self, lines: Iterable[Line]) -> None:
+        """Append lines to the file, or keep them for the next call of `send`."""
+        if callable(self.log):
+            self.unsent.extend(lines)
+        elif self.log is not None:
+            append_lines(self.log, lines)
+
+    def send(self) -> None:
+        """Call the function with each line; after an exception, the line is sent again."""
+        while callable(self.log) and self.unsent:
+            self.log(dict(self.unsent[0]))
+            self.unsent.popleft()
 
 
 def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import os
 import pathlib
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,12 +22,10 @@ from .._layout import Names, PackedRows, names_of
 from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
-from ._log import LogSource, append_lines, read_columns
+from ._log import Log, LogSource, LogWriter, read_columns
 from ._policy import ACTIONS, Decision, Policy, Report, of_all_processes
 from ._rows import Columns, Line, Rows, unpack_rows
 from ._summary import summary_of
-
-Log: TypeAlias = str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
 
 _UNITS_EVERY = 50
 """Interval in steps at which the log contains the norms of leaves or layers."""
@@ -121,20 +118,46 @@ class Monitor:
             check_count("which", which, "Pass 0 for the outermost `watch`.", low=0)
         if policy is not None:
             check_callable("policy", policy, "Pass a function of a report.")
-        self._log, self._which = None if jax.process_index() else log, which
         names = names_of(params, granularity, trainable, taps)
         columns = _read_own_log(log, names, resume)
         rows, names, _ = to_rows(columns, names)
-        self._is_resumed, self._values = resume, None  # until rows are read
-        self._unsent = collections.deque[Line]()  # lines that a function `log` has not accepted yet
-        self._remark = ""  # from `read_log`, about lines that are not in `rows`
         events = lines_with(columns, ["rewind_to"]) | lines_with(columns, Decision._fields)
         in_order = (event for _, event in sorted(events.items()))
-        self._policy, self._user_policy = Policy(in_order, rewind_on_rise=rewind_on_rise), policy
+        own_policy = Policy(in_order, rewind_on_rise=rewind_on_rise)
+        self._initialize(rows, names, own_policy, log, which, resume, policy)
         self.incidents = to_incidents(columns)
+
+    @classmethod
+    def _of_log(cls, columns: Columns, rows: Rows, names: Names, remark: str) -> Monitor:
+        """Return a monitor that has read the rows of a log; `remark` is about omitted lines."""
+        monitor = cls.__new__(cls)
+        monitor._initialize(rows.take(slice(0)), names, Policy(), remark=remark)
+        monitor._start(rows, names)
+        monitor.incidents = to_incidents(columns) or monitor._recent
+        return monitor
+
+    def _initialize(
+        self,
+        rows: Rows,
+        names: Names,
+        own_policy: Policy,
+        log: Log = None,
+        which: int | None = None,
+        is_resumed: bool = False,
+        user_policy: Callable[[Report], Report] | None = None,
+        remark: str = "",
+    ) -> None:
+        """Set all attributes except `incidents`; `rows` are the earlier rows of the run.
+
+        `remark` is a sentence about lines of a log that are not in these rows.
+        """
+        self._writer = LogWriter(None if jax.process_index() else log)
+        self._policy, self._user_policy, self._which = own_policy, user_policy, which
+        self._is_resumed, self._values = is_resumed, None  # until rows are read
+        self._remark = remark
         self._start(rows.take(slice(-_MAX_ROWS, None)), names)
         # Processes communicate in `read` only, so that one process alone can create a monitor.
-        decision = self._policy.update(self.rows, self._recent, rows.end)
+        decision = own_policy.update(self.rows, self._recent, rows.end)
         self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
 
     @public
@@ -169,21 +192,23 @@ class Monitor:
                 hint = "Use a file system that all processes share."
                 raise value_error("log", "the same file in all processes", "other decisions", hint)
         with self._unchanged_on_error():
-            is_same_state, self._values = row.values is self._values, row.values
-            rows, step, lines, incidents = self._append(rows, names, is_same_state)
+            if names != self.names:  # the state contains the names of clips
+                self.names, self.rows = names, rows.take(slice(0))
+            step = self._first_new(rows, is_same_state=row.values is self._values)
+            is_rewound, self._values = step < self.report.step, row.values
+            lines: list[Line] = [{"step": step, "rewind_to": step}] if is_rewound else []
+            incidents = self._go_back(step) if is_rewound else []
+            rows = rows.take(rows.step >= step)
+            incidents += self._detector.update(rows)
+            self._append(rows, incidents)
             # Write the decision first. If the process is killed here, a restart needs it, but not
             # the rows.
             if self._decide(rows, step, incidents, saved):
                 lines.append(Decision.of(self.report)._asdict())
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
-            if self._log is not None and not callable(self._log):
-                append_lines(self._log, lines)
-        if callable(self._log):
-            self._unsent.extend(lines)
-            while self._unsent:
-                self._log(dict(self._unsent[0]))
-                self._unsent.popleft()
+            self._writer.append(lines)
+        self._writer.send()
         return self.report
 
     def summary(self) -> str:
@@ -202,31 +227,12 @@ class Monitor:
         self.names, self.rows, self._detector = names, rows, Detector(names)
         self._recent = self._detector.update(rows)
 
-    def _append(
-        self, rows: Rows, names: Names, is_same_state: bool
-    ) -> tuple[Rows, int, list[Line], list[Incident]]:
-        """Append new rows, also after a rewind to an earlier step.
-
-        Returns:
-            The new rows, their first step, a log line if the run was rewound, and the incidents.
-        """
-        if names != self.names:  # the state contains the names of clips
-            self.names, self.rows = names, rows.take(slice(0))
-        step, lines, incidents = self._first_new(rows), list[Line](), list[Incident]()
-        is_repeated = step == rows.end == self.report.step and not is_same_state
-        if is_repeated and self.report.action in ("rewind", "lower"):
-            # After a rewind to `good_step`, the repeated steps may be identical.
-            step = self.report.good_step or 0
-        if step < self.report.step:
-            lines.append({"step": step, "rewind_to": step})
-            incidents += self._go_back(step)
-        rows = rows.take(rows.step >= step)
+    def _append(self, rows: Rows, incidents: list[Incident]) -> None:
+        """Append new rows and their incidents."""
         self._is_resumed &= len(rows.step) == 0
-        incidents += self._detector.update(rows)
         self.incidents = [*self.incidents, *incidents]
         self._recent = [*self._recent[-_MAX_ROWS:], *incidents]
         self.rows = Rows.concatenate([self.rows.take(slice(-_MAX_ROWS, None)), rows])
-        return rows, step, lines, incidents
 
     def _decide(
         self, rows: Rows, step: int, incidents: list[Incident], saved: list[int] | None
@@ -243,11 +249,12 @@ class Monitor:
         self.report = report._replace(**decision._asdict())
         return self._policy.last is not last
 
-    def _first_new(self, rows: Rows) -> int:
+    def _first_new(self, rows: Rows, *, is_same_state: bool) -> int:
         """Return the first step that was not read before, or that was repeated after a rewind.
 
         The state still contains rows of earlier calls. If the run has repeated their steps, their
-        values differ from the values in `self.rows`.
+        values differ from the values in `self.rows`. If all values are equal after a rewind was
+        advised, and this is not the state of the last call, the run has repeated them exactly.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (
@@ -256,7 +263,11 @@ class Monitor:
         )
         is_equal = np.isclose(before, after, rtol=1e-6, atol=0, equal_nan=True).all(1)
         first = min(steps[~is_equal] if len(steps) else rows.step, default=rows.end)
-        return min(int(first), self.report.step)
+        step, report = min(int(first), self.report.step), self.report
+        is_repeated = step == rows.end == report.step and not is_same_state
+        if is_repeated and report.action in ("rewind", "lower"):
+            return report.good_step or 0
+        return step
 
     def _go_back(self, step: int) -> list[Incident]:
         """Delete the rows from this step on; return an incident if no rewind was advised."""
@@ -292,7 +303,7 @@ class Monitor:
 def incidents(state: Tree, params: Tree, **options: Any) -> list[Incident]:
     """Detect incidents in the rows that the state of `watch` still contains, oldest first.
 
-    Detection starts at the first of these rows. A `Monitor` has read all rows, so it finds more.
+    Detection starts at the first of these rows. A `Monitor` finds more, because it reads every row.
     docs/watching.md lists the kinds of incidents.
 
     Args:
@@ -361,11 +372,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
         got = f"a log with the columns {listed(map(repr, columns))}" if columns else "an empty log"
         got += f" ({remark})" if remark else ""
         raise value_error("log", "a log with a loss or a gradient norm", got, hint)
-    monitor = Monitor(())
-    monitor._start(rows, names)
-    monitor._remark = remark
-    monitor.incidents = to_incidents(columns) or monitor._recent
-    return monitor
+    return Monitor._of_log(columns, rows, names, remark)
 
 
 def _checked_report(report: Any) -> Report:

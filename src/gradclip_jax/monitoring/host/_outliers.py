@@ -6,10 +6,12 @@ losses are compared without a logarithm.
 **Outliers.** A value is an outlier if `excess > bound`, where
 
     level  = median of x in the last WINDOW rows
-    excess = x - level; for a unit, minus the median of this over all units if it is positive
+    excess = x - level. If most units rise together, the median of their excesses is subtracted from
+             the excess of each unit.
     usual  = median of the excess in the last WINDOW rows
     spread = 1.4826 * median of |excess - usual| in the last WINDOW rows
-    tail   = the excess that TAIL rows are expected to exceed in the last HISTORY rows
+    tail   = the excess above which we expect only TAIL of the last HISTORY rows, if all of them are
+             normal
     bound  = max(usual + WIDTH * spread, tail, log(RATIO))
 
 In the first WINDOW rows, a loss above RATIO["part"] times the highest earlier one is an outlier as
@@ -30,6 +32,8 @@ expert that receives no tokens, is therefore reported only a few times.
 Statistics are computed at fixed rows, so that incidents do not depend on how rows are split into
 reads. `benchmarks/faults/constants.py` measures the effect of each constant.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -108,6 +112,26 @@ def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int
     return total - np.maximum.accumulate(np.where(is_false, total, 0), axis=0)
 
 
+class Periods(NamedTuple):
+    """The statistics of the periods of consecutive rows, from the rows before each period.
+
+    Attributes:
+        of_row: int[rows], index of the period of each row.
+        starts: int[periods], number of rows of the run before each period.
+        ends: int[periods], number of rows in the arrays of `Outliers` before each period.
+        levels: float[periods, columns], typical value of each column.
+        floor: float[periods, columns], smallest possible bound of each column.
+        ceiling: float[periods, columns], largest possible bound of each column.
+    """
+
+    of_row: HostArray
+    starts: HostArray
+    ends: HostArray
+    levels: HostArray
+    floor: HostArray
+    ceiling: HostArray
+
+
 class Outliers:
     """Find the outliers of each column; see the module.
 
@@ -117,8 +141,10 @@ class Outliers:
     Attributes:
         units: Columns of the gradient norms of the units.
         taps: Columns of the RMS of the taps.
-        period: int[rows], the period of each row of the last call.
-        levels: float[periods, columns], the typical value of each column in each period.
+        values: The last BUFFER_SIZE rows before the last call, and the rows of that call.
+        excesses: The excess of each of these values.
+        is_outlier: Whether each of these values is an outlier.
+        count: Number of rows so far.
     """
 
     def __init__(self, num_units: int, num_taps: int):
@@ -131,66 +157,70 @@ class Outliers:
         self.width, self.tail = np.full(size, WIDTH["other"]), np.full(size, TAIL["other"])
         self.width[TREE] = WIDTH["tree"]
         self.tail[TREE] = TAIL["other" if num_units else "tree"]
-        # The last BUFFER_SIZE rows, and the rows of the last call.
         self.values, self.excesses = np.full((2, BUFFER_SIZE, size), np.nan, np.float32)
         self.is_outlier, self.count = np.zeros((BUFFER_SIZE, size), bool), 0
 
-    def compare(self, values: HostArray) -> HostArray:
+    def compare(self, values: HostArray) -> tuple[HostArray, Periods]:
         """Compare the next rows, float[rows, columns] with NaN for unknown values.
 
         Returns:
-            Logarithm of the ratio of each outlier to its level; 0 for other values.
+            Logarithm of the ratio of each outlier to its level, 0 for other values; and the
+            statistics of the periods of these rows.
         """
         index = self.count + np.arange(len(values))
         starts = np.where(index < WINDOW, index, index - index % PERIOD)
-        starts, self.period = np.unique(starts, return_inverse=True)
-        self.starts, self.ends = starts, starts - self.count + BUFFER_SIZE
+        starts, of_row = np.unique(starts, return_inverse=True)
+        ends = starts - self.count + BUFFER_SIZE
         self.values = _append(self.values, values)
-        self.levels = self._levels()
-        excess = values - self.levels[self.period]
+        levels = self._levels(ends)
+        excess = values - levels[of_row]
         excess[:, self.units] -= np.fmax(median(excess[:, self.units]), 0)[:, None]
         self.excesses = _append(self.excesses, excess)
-        self.floor, self.ceiling = self._limits(starts < WINDOW)
-        is_outlier = excess > np.fmin(self.floor, self.ceiling)[self.period]
+        floor, ceiling = self._limits(starts, ends, levels)
+        periods = Periods(of_row, starts, ends, levels, floor, ceiling)
+        is_outlier = excess > np.fmin(floor, ceiling)[of_row]
         self.is_outlier = _append(self.is_outlier, np.zeros_like(is_outlier))
         columns = np.flatnonzero(is_outlier.any(axis=0))
-        for i in np.unique(self.period[is_outlier.any(axis=1)]):
-            rows = np.flatnonzero(self.period == i)
-            found = excess[np.ix_(rows, columns)] > self._bound(i, columns)
+        for i in np.unique(of_row[is_outlier.any(axis=1)]):
+            rows = np.flatnonzero(of_row == i)
+            found = excess[np.ix_(rows, columns)] > self._bound(periods, i, columns)
             is_outlier[np.ix_(rows, columns)] = found
             self.is_outlier[BUFFER_SIZE + rows] = is_outlier[rows]
         self.count += len(values)
-        return np.where(is_outlier, excess, 0)
+        return np.where(is_outlier, excess, 0), periods
 
-    def thresholds(self, row: int) -> HostArray:
+    def thresholds(self, periods: Periods, row: int) -> HostArray:
         """Return the outlier threshold of each column before the units; inf if there is no bound.
 
-        `row` is the index of a row of the last call.
+        `periods` is a result of the last call of `compare`, and `row` is the index of one of its
+        rows.
         """
-        period, single = self.period[row], np.arange(NUM_SINGLE)
-        threshold = self.levels[period, single] + self._bound(period, single)
+        i, single = periods.of_row[row], np.arange(NUM_SINGLE)
+        threshold = periods.levels[i, single] + self._bound(periods, i, single)
         np.exp(threshold, where=single != LOSS, out=threshold)
         threshold[LOSS] = np.fmin(threshold[LOG_LOSS], threshold[LOSS])
         return np.fmin(threshold, np.inf)  # inf instead of NaN
 
-    def _levels(self) -> HostArray:
+    def _levels(self, ends: HostArray) -> HostArray:
         """Return the level of each column in each period."""
-        levels = median(_before(self.ends, self.values, WINDOW))
+        levels = median(_before(ends, self.values, WINDOW))
         # After a restart of the learning-rate schedule, updates return to earlier, larger levels.
-        updates = _before(self.ends, self.values[:, [UPDATE]], HISTORY)
+        updates = _before(ends, self.values[:, [UPDATE]], HISTORY)
         levels[:, [UPDATE]] = np.fmax(levels[:, [UPDATE]], quantiles(updates, 0.99)[0])
         return levels
 
-    def _limits(self, is_early: HostArray) -> tuple[HostArray, HostArray]:
+    def _limits(
+        self, starts: HostArray, ends: HostArray, levels: HostArray
+    ) -> tuple[HostArray, HostArray]:
         """Return the smallest and the largest possible bound of each column in each period."""
-        values, excesses = (_before(self.ends, x, WINDOW) for x in (self.values, self.excesses))
+        values, excesses = (_before(ends, x, WINDOW) for x in (self.values, self.excesses))
         usual = median(excesses)
         spread = 1.4826 * median(abs(excesses - usual[..., None]))
         floor = np.fmax(usual + self.width * spread, self.log_ratio)
-        ceiling = np.full(floor.shape, np.inf)
+        ceiling, is_early = np.full(floor.shape, np.inf), starts < WINDOW
         # While a loss decreases quickly, its spread is large.
         highest = np.fmax.reduce(values[:, LOG_LOSS], axis=-1) + np.log(RATIO["part"])
-        limit = np.fmin(highest - self.levels[:, LOG_LOSS], np.inf)  # inf instead of NaN
+        limit = np.fmin(highest - levels[:, LOG_LOSS], np.inf)  # inf instead of NaN
         ceiling[is_early, LOG_LOSS] = limit[is_early]
         count = np.sum(~np.isnan(values), axis=-1)
         floor[count < PERIOD] = np.inf
@@ -199,10 +229,10 @@ class Outliers:
             floor[is_unused, column] = ceiling[is_unused, column] = np.inf
         return floor, ceiling
 
-    def _bound(self, period: int, columns: HostArray) -> HostArray:
-        """Return the bounds of some columns in a period."""
-        tail = self._tail(self.starts[period], self.ends[period], columns)
-        return np.fmin(np.fmax(self.floor[period, columns], tail), self.ceiling[period, columns])
+    def _bound(self, periods: Periods, i: int, columns: HostArray) -> HostArray:
+        """Return the bounds of some columns in period `i`."""
+        tail = self._tail(periods.starts[i], periods.ends[i], columns)
+        return np.fmin(np.fmax(periods.floor[i, columns], tail), periods.ceiling[i, columns])
 
     def _tail(self, start: int, end: int, columns: HostArray) -> HostArray:
         """Estimate the tail of the given columns from the HISTORY rows before row `end`."""

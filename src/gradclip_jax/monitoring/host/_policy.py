@@ -2,8 +2,8 @@
 
 If `_evidence` finds a reason, the policy advises a rewind to a good checkpoint, or a stop. A
 checkpoint is good if QUIET rows without an incident follow it. docs/recovery.md defines these terms
-and the requirements of each action. If n is the number of rewinds in the last FORGET steps, the
-transitions are:
+and the requirements of each action. Let n be the number of rewinds in a row, which is 0 again after
+FORGET steps without a decision. The transitions are:
 
 | state | event | next state, action |
 | --- | --- | --- |
@@ -17,11 +17,12 @@ transitions are:
 | running | another reason to stop | pending, `stop` |
 | running | 32 quiet rows, and no checkpoint waits for them | running, `save` |
 | pending | more rows | the same action again |
-| any | rows that start at an earlier step | running; later checkpoints count only after |
-| | | `saved` has once not listed them |
+| any | rows that start at an earlier step | running |
 
-If a stretch of bad rows had not ended at the first rewind, the batches after it may be bad as well.
-The policy then advises a second rewind before `lower`.
+After rows that start at an earlier step, checkpoints of discarded steps are ignored until a `saved`
+list lacks them, that is, until they were deleted. If a stretch of bad rows had not ended at the
+first rewind, the batches after it may be bad as well. The policy then advises a second rewind
+before `lower`.
 """
 
 import json
@@ -142,6 +143,68 @@ class Checkpoints:
             self.good_until = max(self.good_until, int(steps[t - QUIET + 1]))
 
 
+class PolicyState(NamedTuple):
+    """What the next decision depends on, besides the rows and the checkpoints.
+
+    Attributes:
+        last: The last decision that was not "continue" or "save".
+        confirmed_ids: Batches that were left out, after which the same evidence did not occur
+            again.
+    """
+
+    last: Decision = Decision(0, "continue", "", None, [], 0, 0, False)
+    confirmed_ids: Sequence[int] = ()
+
+
+def next_action(last: Decision, found: Evidence, num_rewinds: int, has_returned: bool) -> str:
+    """Return the action for new evidence; see the table of the module.
+
+    `num_rewinds` is the number of earlier rewinds in a row, and `has_returned` is whether the
+    evidence is at the steps of the last rewind, whose batches were left out.
+    """
+    if found.action == "stop" or found.is_fault or num_rewinds == 0:
+        return found.action
+    if last.action == "lower":
+        return "stop"
+    # If the stretch had not ended at the first rewind, the batches after it may be bad as well.
+    may_go_on = last.is_open and num_rewinds == 1
+    if has_returned and not may_go_on:
+        return "lower"
+    return "lower" if num_rewinds >= MOST_REWINDS else "rewind"
+
+
+def next_decision(
+    state: PolicyState, found: Evidence, num_rewinds: int, good_step: int | None
+) -> PolicyState:
+    """Return the state with the decision for new evidence.
+
+    `num_rewinds` is the number of earlier rewinds in a row, and `good_step` is the newest good
+    checkpoint.
+    """
+    last, confirmed_ids = state
+    has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
+    action, reason = next_action(last, found, num_rewinds, has_returned), found.reason
+    batch_ids = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
+    if action == "lower" and has_returned:
+        batch_ids = [*confirmed_ids]
+        reason += "; it has returned without the batches that were left out"
+    elif not has_returned:
+        confirmed_ids = last.batch_ids
+    if action == "stop" and found.action == "rewind":
+        reason += "; earlier rewinds did not help"
+    decision = Decision(
+        step=found.step + 1,
+        action=action,
+        reason=reason,
+        good_step=good_step,
+        batch_ids=batch_ids,
+        num_rewinds=num_rewinds + 1,
+        num_lowers=last.num_lowers + (action == "lower"),
+        is_open=found.is_open,
+    )
+    return PolicyState(decision, confirmed_ids)
+
+
 class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
@@ -150,24 +213,25 @@ class Policy:
         rewind_on_rise: See `Monitor`.
 
     Attributes:
-        last: The last decision.
+        state: The last decision, and what the next one depends on.
         is_pending: Whether the run has not returned to an earlier step since this decision.
-        confirmed_ids: Batches that were left out, after which the same evidence did not occur
-            again.
         explained_until: Step before which the reason for not rewinding was already reported.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
         self.rewind_on_rise, self.checkpoints = rewind_on_rise, Checkpoints()
-        self.last = Decision(0, "continue", "", None, [], 0, 0, False)
-        self.is_pending = False
-        self.confirmed_ids, self.explained_until = list[int](), 0
+        self.state, self.is_pending, self.explained_until = PolicyState(), False, 0
         for event in events:
             self.is_pending = "action" in event
             if self.is_pending:
-                if not self.last.is_open:
-                    self.confirmed_ids = self.last.batch_ids
-                self.last = Decision(**event)
+                last, confirmed_ids = self.state
+                confirmed_ids = confirmed_ids if last.is_open else last.batch_ids
+                self.state = PolicyState(Decision(**event), confirmed_ids)
+
+    @property
+    def last(self) -> Decision:
+        """The last decision that was not "continue" or "save"."""
+        return self.state.last
 
     def rewound(self, step: int) -> None:
         """Continue from an earlier step, because the run was rewound or restarted."""
@@ -207,8 +271,10 @@ class Policy:
         for found in find_evidence(rows, is_bad, starving, num_rewinds, patience):
             if found.step >= first_new and not self.is_pending:
                 self.checkpoints.confirm(rows.step, num_quiet[rows.step <= found.step])
-                if found.action == "stop" or self.checkpoints.good_step is not None:
-                    self.last, self.is_pending = self._decide(found, num_rewinds), True
+                good_step = self.checkpoints.good_step
+                if found.action == "stop" or good_step is not None:
+                    self.state = next_decision(self.state, found, num_rewinds, good_step)
+                    self.is_pending = True
                 elif found.first >= self.explained_until:
                     has_saved = self.checkpoints.steps is not None
                     why = "no checkpoint is good" if has_saved else "`saved=` was never passed"
@@ -231,36 +297,9 @@ class Policy:
         """Use the decision of the function `policy`; `last` is the decision before this read."""
         self.is_pending = decision.action not in ("continue", "save")
         if not self.is_pending:
-            self.last = last
+            self.state = self.state._replace(last=last)
         elif decision[1:] != self.last[1:]:  # without the step
-            self.last = decision
-
-    def _decide(self, found: Evidence, num_rewinds: int) -> Decision:
-        """Return the decision for this evidence after the given number of rewinds."""
-        last, action, reason = self.last, found.action, found.reason
-        has_returned = num_rewinds > 0 and last.action == "rewind" and found.first < last.step
-        may_continue = last.is_open and num_rewinds == 1
-        if action == "rewind" and num_rewinds > 0 and not found.is_fault:
-            if last.action == "lower":
-                action, reason = "stop", f"{reason}; earlier rewinds did not help"
-            elif num_rewinds >= MOST_REWINDS or (has_returned and not may_continue):
-                action = "lower"
-        batch_ids = list(dict.fromkeys([*last.batch_ids, *found.batch_ids]))
-        if action == "lower" and has_returned:
-            batch_ids = self.confirmed_ids
-            reason += "; it has returned without the batches that were left out"
-        elif not has_returned:
-            self.confirmed_ids = last.batch_ids
-        return Decision(
-            step=found.step + 1,
-            action=action,
-            reason=reason,
-            good_step=self.checkpoints.good_step,
-            batch_ids=batch_ids,
-            num_rewinds=num_rewinds + 1,
-            num_lowers=last.num_lowers + (action == "lower"),
-            is_open=found.is_open,
-        )
+            self.state = self.state._replace(last=decision)
 
 
 def of_all_processes(decision: Decision) -> list[Decision]:
