@@ -86,7 +86,7 @@ def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) 
     inserted, indexed = dims.inserted_window_dims, dims.scatter_dims_to_operand_dims
     mode, modes = eqn.params["mode"], lax.GatherScatterMode
     is_clipped = mode == modes.CLIP
-    # JAX 0.7 promises that the indices of a vmapped slice are in bounds; later versions clip them.
+    # JAX 0.7 promises that the indices of a vmapped slice are in bounds; JAX 0.10 clips them.
     may_be_slice = not inserted and mode in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
     if dims.operand_batching_dims:
         return None
