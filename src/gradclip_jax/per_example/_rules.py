@@ -84,7 +84,10 @@ def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) 
     """Represent the gradient of an embedding or of expert weights by rows and row indices."""
     aval, dims = aval_of(eqn.outvars[0]), eqn.params["dimension_numbers"]
     inserted, indexed = dims.inserted_window_dims, dims.scatter_dims_to_operand_dims
-    is_clipped = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    mode, modes = eqn.params["mode"], lax.GatherScatterMode
+    is_clipped = mode == modes.CLIP
+    # JAX 0.7 promises that the indices of a vmapped slice are in bounds; JAX 0.10 clips them.
+    may_be_slice = not inserted and mode in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
     if dims.operand_batching_dims:
         return None
     kept = [i for i in range(aval.ndim) if i not in inserted]
@@ -92,8 +95,8 @@ def _scatter_add(eqn: JaxprEqn, operand: Value, numbers: Array, updates: Value) 
     partial = [i for i, k in windows.items() if updates.shape[k] != aval.shape[i]]
     if len(inserted) == 1 and indexed == inserted and not partial:
         (axis,) = inserted
-    elif is_clipped and not inserted and [updates.shape[windows[i]] for i in partial] == [1]:
-        # A vmapped slice of one row. Along the other axes, indices are clipped to 0.
+    elif may_be_slice and [updates.shape[windows[i]] for i in partial] == [1]:
+        # A vmapped slice of one row. Along the other axes, the only index in bounds is 0.
         (axis,) = partial
         del windows[axis]
     else:
