@@ -61,10 +61,10 @@ def convert_state(
     | guards and accumulations of versions with one state for each | the same | everything |
 
     Every conversion in the table also works in reverse. If the number of guards or clips of one
-    type changes, their states are initialized. The state of a guard or clip is also initialized if
-    it moves into or out of an accumulation, or if its rule changes. A `watch` with another
-    `history`, or with other clips inside, keeps only its step count. Arrays are cast to the dtypes
-    of the new optimizer. Discarding accumulated micro-batches raises an error.
+    type changes, all states of this type are initialized. A guard or clip that moves into or out of
+    an accumulation, or whose rule changes, also starts with an initial state. A `watch` with
+    another `history`, or with other clips inside, keeps only its step count. Arrays are cast to the
+    dtypes of the new optimizer. Discarding accumulated micro-batches raises an error.
 
     Args:
         tx: New optimizer; a gradient transformation or an `optax.MultiSteps`.
@@ -123,10 +123,10 @@ def convert_state(
 
 
 def _with_values(state: Tree, values: Mapping[Path, Any]) -> Tree:
-    """Replace the arrays of a state that have a value, given by their paths after conversion.
+    """Replace arrays of a state by the values given for their paths after conversion.
 
-    `to_wrapper_states` moves arrays to other paths. To find where each array was moved, a state
-    that contains the index of each array instead of the array is converted. For example, a value at
+    `to_wrapper_states` moves arrays to other paths. To find the new path of each array, convert a
+    copy of the state that contains the index of each array in its place. For example, a value at
     `.accumulation.mini_step` replaces the first array of a state of `optax.MultiSteps`:
 
         state                                   MultiStepsState(mini_step=a, gradient_step=b, ...)
@@ -157,10 +157,10 @@ def _converted(new: Part, old: Part, reduction: str | None) -> Tree:
     if new.kind.state is WrapperState:
         return old_state
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(old.state)]
-    # Rules without a name have the name of their function, which all lambda functions share.
+    # An unnamed rule is named after its function, and all lambda functions have the same name.
     if new_types == old_types and not any("<lambda>" in path for path in paths):
         return old_state
-    # The rule of a clip or guard has changed, or the history of a `watch`.
+    # Either the rule of a clip or guard or the history of a `watch` has changed.
     if hasattr(new.state, "continued_from"):
         return new.state.continued_from(old_state)
     return new.state

@@ -44,7 +44,7 @@ def _from_guard(old: Any) -> WrapperState:
     rule_state = fields.get("rule_state", ())  # of `skip_if`
     if "loss_scale" in fields:
         rule_state = LossScaleState(old.loss_scale, old.good_steps)
-    if "rule_states" in fields:  # of `skip_spikes`, without a threshold that is None
+    if "rule_states" in fields:  # of `skip_spikes`, where thresholds that are None are omitted
         names = {"skip_threshold": "norm", "loss_threshold": "loss"}
         thresholds = {names[name]: x for name, x in fields.items() if name in names}
         rule_state = SpikeState(thresholds, old.rule_states)
@@ -67,8 +67,8 @@ EARLIER_CONVERSIONS: Final[dict[frozenset[str], Callable[[Any], WrapperState]]] 
 def with_rule_names(like: Tree, state: Tree) -> Tree:
     """Add the names of rules to the state of a clip or guard.
 
-    If each path of the old state equals a path of `like` with at most one key (the name of the
-    rule) removed, its arrays are put into the structure of `like`. Other states are returned
+    If the paths of the old state are those of `like`, except that the key with the name of the rule
+    may be missing, its arrays are put into the structure of `like`. Other states are returned
     unchanged.
     """
     paths = [[path for path, _ in jax.tree.leaves_with_path(x)] for x in (like, state)]

@@ -1,6 +1,6 @@
-"""Find the counterparts in an old optimizer state of the arrays of a new one.
+"""Match the arrays of a new optimizer state with their counterparts in an old one.
 
-Both states contain `WrapperState` in place of other states of guards and accumulations.
+In both states, guards and accumulations of other types have been converted to `WrapperState`.
 """
 
 import collections
@@ -27,8 +27,9 @@ class _Leaf(NamedTuple):
     """An array that belongs to no clip, guard, accumulation or `watch`.
 
     Attributes:
-        keys: Types of the containers around the array and its keys in them. Tuples, which are the
-            states of `optax.chain`, are omitted, because chains may be nested differently.
+        keys: Types of the containers around the array, and the key of the array in each. Tuples,
+            which are the states of `optax.chain`, are omitted, because chains may be nested
+            differently.
         path: Path of the array in the optimizer state.
         value: The array.
     """
@@ -83,7 +84,7 @@ def _shown(argument: str, leaf: _Leaf | None) -> str:
 
 
 def field_path(path: Path, *names: str) -> Path:
-    """Return the path of a field of the state at `path`, or of a field of a field."""
+    """Return the path of a (possibly nested) field of the state at `path`."""
     return (*path, *map(jax.tree_util.GetAttrKey, names))
 
 
@@ -116,8 +117,8 @@ class Part(NamedTuple):
         path: Path of its state.
         state: Its state without the inner state.
         source: For an accumulation, "optax" if it is an `optax.MultiSteps`, otherwise "own".
-        has_inner_scale: Whether this is an accumulation of gradients that are still multiplied by a
-            loss scale, because the loss scale is inside it.
+        has_inner_scale: Whether this is an accumulation with a loss scale inside, so that the
+            gradients it accumulates are still scaled.
     """
 
     kind: Kind
@@ -131,7 +132,7 @@ class Part(NamedTuple):
 def matched_parts(new: Tree, old: Tree) -> tuple[list[tuple[Part, Part]], list[Part]]:
     """Return the pairs of new parts and their counterparts, and old parts without a counterpart.
 
-    Parts of the same kind and depth are counterparts, in order, if their numbers are equal.
+    Parts of the same kind and depth are paired in order if both states have equally many of them.
     """
     groups: dict[Hashable, tuple[list[Part], list[Part]]]
     groups = collections.defaultdict(lambda: ([], []))
@@ -185,13 +186,13 @@ def _guard_part(node: GuardState, path: Path, depth: int) -> Part:
 
 
 def _watch_parts(node: Tree, path: Path, depth: int) -> Iterator[Part]:
-    """Yield the part of a `watch` and the parts inside it."""
+    """Yield the `Part` of a `watch`, and the parts of its inner state."""
     yield Part(Kind(type(node)), depth, path, node._replace(inner_state=()))
     yield from _parts(node.inner_state, field_path(path, "inner_state"), depth)
 
 
 def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]:
-    """Yield the counts, the guards and the accumulation of a wrapper, and the parts inside it."""
+    """Yield counts, guards and accumulation of a wrapper, and the parts of its inner state."""
     if node.outer_guards or node.inner_guards:
         counts = node._replace(outer_guards=(), accumulation=None, inner_guards=(), inner_state=())
         yield Part(Kind(WrapperState), depth, path, counts)
@@ -204,7 +205,7 @@ def _wrapper_parts(node: WrapperState, path: Path, depth: int) -> Iterator[Part]
 
 
 def _accumulation_part(node: WrapperState, path: Path, depth: int) -> Part:
-    """Return the part of the accumulation of a wrapper."""
+    """Return the `Part` that describes the accumulation of a wrapper."""
     source = "optax" if isinstance(node.accumulation, MultiStepsWindow) else "own"
     has_inner_scale = "loss_scale" in metric_names((node.inner_guards, node.inner_state))
     kind = Kind(AccumulationState)

@@ -1,4 +1,4 @@
-"""Build a `WrapperState` from the state of another type, which lacks some of its fields."""
+"""Build a `WrapperState` from a state of another type that lacks some of its fields."""
 
 from typing import Any
 

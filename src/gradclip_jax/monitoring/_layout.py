@@ -45,8 +45,8 @@ class Outcome(enum.IntFlag):
     | `GUARD_FAILED` | a guard has failed |
     | `REPLICA_DIFFERS` | the parameters of one replica differ |
 
-    A call that skips a micro-batch is `SKIPPED` and `ACCUMULATED` if other micro-batches wait in an
-    open window, and `SKIPPED` and `APPLIED` if it closes the window.
+    A call that skips a micro-batch has the flags `SKIPPED` and `ACCUMULATED` if other micro-batches
+    wait in an open window, and `SKIPPED` and `APPLIED` if the call closes the window.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, gradclip_jax as gcx
@@ -103,7 +103,7 @@ class Names(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """The checksum of the names of units and taps, which the state of `watch` contains.
+        """The checksum of unit and tap names that the state of `watch` contains.
 
         The number 1 is the version of the row layout.
         """
@@ -126,10 +126,10 @@ class RowValues(NamedTuple):
         step: Number of calls before this one, int32[].
         batch_id: int32[].
         outcome: Flags of `Outcome`, int32[].
-        device: Index of the device whose parameters differ, int32[].
+        device: Index of the device whose parameters differ from others, int32[].
         loss: float32[].
-        norm_limit: Smallest threshold of the guards for the gradient norm, float32[].
-        loss_limit: Smallest threshold of the guards for the loss, float32[].
+        norm_limit: Smallest gradient-norm threshold of the guards, float32[].
+        loss_limit: Smallest loss threshold of the guards, float32[].
         norms: Four numbers for the whole tree and for each unit, float32[1 + units, 4]; see
             `norm_table`.
         taps: Sums of the taps, float32[taps, 2, 4].
@@ -194,7 +194,7 @@ class PackedRows(NamedTuple):
 
     Attributes:
         values: int32[..., columns], rows that `RowValues.packed` returned.
-        clips: Dictionary whose keys are `Names.clips`, and whose values are None.
+        clips: Dictionary that maps each name in `Names.clips` to None.
         checksum: uint32[], `Names.checksum`, which a monitor compares with its own.
     """
 

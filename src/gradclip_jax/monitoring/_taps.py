@@ -39,8 +39,8 @@ def make_probes(names: Sequence[str] | Mapping[str, Tree], num_layers: Count | N
     The result is an `OrderedDict`, because JAX sorts the keys of a dict.
 
     Args:
-        names: Names of the taps, or a mapping from names to None, which creates one tap, or to the
-            probes of a submodule.
+        names: Names of the taps, or a mapping from each name to None, which creates one tap, or to
+            the probes of a submodule.
         num_layers: Number of layers that `lax.scan` runs over, which becomes the leading axis of
             each probe. None if the taps are not inside a scan. Taps with the same number of layers
             in one mapping belong to the same scan, so use a separate submodule for each scan.
@@ -149,7 +149,7 @@ def _sums(x: Array, scale: float) -> Array:
     # The barrier keeps XLA from rewriting the square to `x^2 * scale^2`, which may overflow.
     scaled = wide * fusion_barrier(jnp.float32(scale))
     terms = wide, squares(scaled, jnp.float32), (~is_finite).astype(jnp.float32)
-    # Use one variadic reduction, because XLA:CPU materializes the operands of several reductions
+    # Use one variadic reduction, because XLA:CPU materializes the operands of separate reductions
     # (JAX 0.10.2: 1.32 x the bytes of a step instead of 1.04 x).
     # Reduce one axis at a time, because XLA:CPU adds elements sequentially.
     # In one sequential sum, the rounding errors of 10^7 additions reach 3 %.
@@ -173,7 +173,7 @@ def metrics(stats: Tree) -> dict[str, float]:
     to the loss scale, and to 1/n if the loss is a mean over n tokens.
 
     Args:
-        stats: Gradient with respect to the probes, for one step or summed or averaged over several
+        stats: Gradient with respect to the probes for one step, or its sum or mean over several
             steps.
 
     Returns:
@@ -200,7 +200,7 @@ def tap_names(argument: str, stats: Tree) -> list[str]:
     """Return the names of all taps in the order of the forward pass."""
     names = list[str]()
     for shape, stack in _scans(argument, stats):
-        # The taps of a scan follow each other within each layer.
+        # List all taps of one layer of a scan before those of the next layer.
         names += [leaf_name(path, i) for i in np.ndindex(shape[:-2]) for path, _ in stack]
     return distinct(names)
 
@@ -216,7 +216,7 @@ def read_sums(argument: str, stats: Tree) -> tuple[list[str], Array]:
 def _scans(
     argument: str, stats: Tree
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[Path, Array]]]]:
-    """Yield the shape of the sums and the taps for each scan, and for each tap without a scan."""
+    """For each scan, and for each tap without a scan, yield the shape of the sums and the taps."""
     leaves = jax.tree.leaves_with_path(stats)
     for path, x in leaves:
         if np.shape(x)[-2:] != SHAPE:
@@ -228,7 +228,7 @@ def _scans(
 
 
 def statistics(sums: HostArray) -> HostArray:
-    """Compute the statistics of taps from their sums, [..., 3]; NaN for a tap without elements."""
+    """Compute the statistics of taps, [..., 3], from their sums; NaN for a tap without elements."""
     with np.errstate(divide="ignore", invalid="ignore"):
         size, total, square, bad = np.moveaxis(sums, -1, 0)
         count = size - bad  # of finite elements

@@ -73,7 +73,7 @@ class WatchState(NamedTuple):
 @jax.jit
 def _last_measurements(rows: Array, step_count: Array) -> tuple[Array, ...]:
     """Return the measurements of the whole tree in the row that was written last."""
-    of_tree = layout(Names())["norms"].columns  # the units, if there are any, follow
+    of_tree = layout(Names())["norms"].columns  # the columns of the units, if any, follow
     bits = _last(rows, step_count)[..., of_tree]
     return tuple(jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.float32), -1, 0))
 
@@ -89,8 +89,8 @@ def _last(rows: Array, step_count: Array) -> Array:
 def last_row(state: Tree) -> PackedRows:
     """Return the row that the last call of `watch` wrote, for use as an output of `lax.scan`.
 
-    A training loop inside `lax.scan` may be longer than `history`. Return this row from each step,
-    and pass the stack of rows to `Monitor.read`.
+    A training loop inside `lax.scan` may run for more than `history` steps. Return this row from
+    each step, and pass the stack of rows to `Monitor.read`.
 
     Args:
         state: Optimizer state with one state of `watch`.
@@ -151,9 +151,9 @@ def watch(
     r"""Measure the norms of gradients, updates and parameters, for a `Monitor` to read.
 
     The update of `inner` is returned unchanged. Each call writes one row into a ring buffer in the
-    state: the norms of the whole tree and of each leaf or layer, the loss, what happened to the
-    step, and the factors of clips inside. `Monitor.read(state)` reads the rows since its last call
-    on the host, detects faults and writes a log. `metrics(state)` contains `grad_norm`,
+    state: the norms of the whole tree and of each leaf or layer, the loss, the outcome of the step,
+    and the factors of clips inside `inner`. `Monitor.read(state)` reads the rows since its last
+    call on the host, detects faults and writes a log. `metrics(state)` contains `grad_norm`,
     `update_norm`, `parameter_norm` and `nonfinite_elements` of the whole tree.
 
     Wrap the whole optimizer, including clips and guards, to measure the gradient before clipping
@@ -179,8 +179,8 @@ def watch(
 
     Args:
         inner: Any Optax transformation, except `optax.lookahead`, which must be outside.
-        history: Number of rows to keep, at least the number of steps between two reads, 1 to 2^20,
-            static. A row has 4 floats for each leaf or layer.
+        history: Number of rows to keep, a static integer from 1 to 2^20, at least the number of
+            steps between two reads. A row has 4 floats for each leaf or layer.
         of: Norms to measure: `("gradient",)`, or also "update" and "parameter", which are measured
             together.
         granularity: Which elements share a norm, as in `clip_by_norm`. The name of a stacked layer
@@ -366,7 +366,7 @@ class WatchUpdate(InPlaceUpdate):
         sums = sums_of_gradient(units)
         step_sums = jnp.zeros_like(sums) if step_sums is None else step_sums
         norms = norm_table(sums, step_sums, units.groups)
-        # The gradient was computed with the loss scale in the old state.
+        # The gradient is still multiplied by the loss scale of the old state.
         norms /= jnp.array([[1, _loss_scale(state.inner_state), 1, 1]], jnp.float32)
         phase = state.step_count % self.check_every
         differs, device = _other_replica(norms[:, -1], self.replica_axis, phase)
@@ -451,8 +451,8 @@ def sums_of_step(units: Units, updates: Sequence[Array], params: Sequence[Array]
 def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
     """Return the sums of squares of zero updates and of parameters, float[groups, 2].
 
-    Unlike `sums_of_step` with zeros, it reads each parameter once (for bfloat16 on a CPU, a step
-    with an accumulation accesses 14 % fewer bytes).
+    Unlike a call of `sums_of_step` with zero updates, it reads each parameter only once. For
+    bfloat16 on a CPU, a step with an accumulation then accesses 14 % fewer bytes.
     """
     dtype = norm_dtype(params)
 
@@ -466,8 +466,9 @@ def sums_of_params(units: Units, params: Sequence[Array]) -> Array:
 def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequence[Array]) -> Array:
     """Return a table with two sums over the leaves of each norm group, float[groups, 2].
 
-    `terms(leaf, axes, *others)` returns two sums for each slice of a leaf, float[slices, 2]. The
-    first column contains the leaves. One kernel reduces small leaves with the same slices.
+    `terms(leaf, axes, *others)` returns two sums for each slice of a leaf, float[slices, 2].
+    `columns[0]` contains the leaves. Small leaves of equal type and slices are reduced by one
+    kernel.
     """
     # With `jit`, the terms are traced once for all leaves of the same shape.
     terms = jax.jit(terms, static_argnums=1)
@@ -483,7 +484,8 @@ def _sums_of_groups(units: Units, terms: Callable[..., Array], *columns: Sequenc
     zeros = jnp.zeros((1, 2), norm_dtype(leaves))  # for a group without leaves
     table = jnp.concatenate([zeros[:0], *(x if x.ndim else zeros for x in parts)])
     if groups.axes is not None and leaves:
-        # Each row is one slice of a leaf. Reorder the rows, which are sorted by stack, by leaf.
+        # Each row is one slice of a leaf. The rows are in the order of the stacks; restore the
+        # order of the leaves.
         ends = np.cumsum([num_slices(x, axes) for x, axes in zip(leaves, groups.axes, strict=True)])
         rows_of_leaf = np.split(np.arange(ends[-1]), ends[:-1])
         order = np.concatenate([rows_of_leaf[i] for indices in stacks for i in indices])
@@ -501,7 +503,7 @@ def norm_table(of_gradient: Array, of_step: Array, groups: NormGroups) -> Array:
     table = jnp.concatenate([of_gradient, of_step], 1)
     if groups.axes is not None or groups.labels:
         table = jnp.concatenate([jnp.sum(table, 0, keepdims=True), table])
-    # A selection, unlike slices, is fused with the operations that read the table.
+    # Unlike slicing, `jnp.where` is fused with the operations that read the table.
     return jnp.where(jnp.arange(4) == 0, table, jnp.sqrt(table)).astype(jnp.float32)
 
 
@@ -513,8 +515,8 @@ def _two_sums(axes: tuple[int, ...], x: Array, y: Array) -> Array:
 def _other_replica(norms: Array, axis_name: AxisName, phase: Scalar) -> tuple[Scalar, Scalar]:
     """Return whether the parameter norms of a replica differ, and the index of this replica.
 
-    If several replicas differ from the median, the index of the most different one is returned. The
-    norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
+    If several replicas differ from the median, the index of the one that differs most is returned.
+    The norms are compared if `phase` is 0. Replicas execute the same program on the same inputs, so
     their norms are identical bit for bit.
     """
     for name in axis_names(axis_name):
@@ -541,7 +543,7 @@ def _loss_scale(state: Tree) -> Array | int:
 
 
 def _clip_factors(inner_metrics: dict[str, Array]) -> dict[str, Array]:
-    """Return the metrics that are factors of clips."""
+    """Return the metrics that contain clip factors."""
     return {key: x for key, x in inner_metrics.items() if key.startswith("clip_factor")}
 
 

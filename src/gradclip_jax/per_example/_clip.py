@@ -188,7 +188,7 @@ def norms(
 
     `norms[i] = |grad fun(params, batch[i])|`, equal to the norms of `jax.vmap(jax.grad(fun))` to
     1e-5. The gradient of a weight is the product of the layer's inputs and output gradients. The
-    norm is computed from inputs and output gradients if they are smaller than their product.
+    norm is computed directly from these two factors if they are smaller than their product.
 
     | example | norm |
     | --- | --- |
@@ -305,7 +305,8 @@ def _reduced(
     grads = [sum_over(g, axes - varying_axes(x)) for g, x in pairs]
     if is_mean:
         # Dropping an example must not change the contributions of other examples to the gradient,
-        # so its divisor includes all weights. The value is only reported: a mean of known losses.
+        # so its divisor includes all weights. The value is only reported, so it is the mean of the
+        # known losses.
         value = value / jnp.where(kept > 0, kept, 1).astype(value.dtype)
         grads = [g / jnp.where(weight > 0, weight, 1).astype(g.dtype) for g in grads]
     return value, jax.tree.unflatten(jax.tree.structure(examples.params), grads)

@@ -99,7 +99,7 @@ class _Groups(NamedTuple):
         return norms, is_accurate
 
     def total(self, of_leaves: Sequence[Array]) -> list[Array]:
-        """Sum the squared norm and error bound of each leaf over its group and its shards."""
+        """Sum squared norms and error bounds over the leaves of each group and their shards."""
 
         def total(group: Sequence[int]) -> Array:
             sums = jnp.zeros(2, wide_dtype(*[of_leaves[i].dtype for i in group]))
@@ -124,7 +124,7 @@ class _Groups(NamedTuple):
     def sums_with_inaccurate(
         self, outputs: Outputs, norms: list[Array], is_accurate: Array
     ) -> SumsAndNorms:
-        """Sum the clipped gradients of all examples, and compute the inaccurate norms again.
+        """Sum the clipped gradients of all examples, and recompute the inaccurate norms.
 
         Each device materializes the gradient of one example at a time.
         """
@@ -168,7 +168,7 @@ def _unchanged(sums: list[Array], _: Outputs, norms: list[Array], __: Array) -> 
 
 
 def _select(keep: Array, grads: Sequence[Value]) -> list[Value]:
-    """Set the gradients of the examples outside a mask to zero, because NaN times 0 is NaN."""
+    """Select zeros for the gradients of examples outside the mask, because NaN times 0 is NaN."""
     return jax.vmap(lambda k, g: jax.tree.map(lambda x: jnp.where(k, x, 0), g))(keep, grads)
 
 

@@ -137,7 +137,7 @@ class Factored:
         return Factored(shape, self.dtype, tuple(map(change, self.terms)))
 
     def arrange(self, sources: Sequence[int | None]) -> "Factored":
-        """Permute the axes, where `sources[i]` is the old axis at the new position i.
+        """Permute the axes: the new axis i is the old axis `sources[i]`.
 
         None inserts an axis of length one. The value is summed over axes that are not in `sources`.
         """
@@ -165,16 +165,16 @@ class Factored:
         return replace(self, terms=self.terms + other.terms)
 
     def has_one_label(self, axis: int) -> bool:
-        """Return whether this axis of the value is one axis of the factors of each term."""
+        """Return whether this axis of the value has exactly one label in each term."""
         return all(len(term.axes[axis]) == 1 for term in self.terms)
 
     def window(self, axis: int, start: int, size: int) -> "Factored":
-        """Slice or zero-pad an axis with one label to `size` elements, from index `start`."""
+        """Slice or zero-pad an axis with a single label to `size` elements from `start`."""
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return self.map(lambda term: term.window(term.axes[axis][0], start, size), shape)
 
     def stack(self, length: int, *, summed: bool) -> "Factored":
-        """Label the leading axis of all factors, and either sum over this axis or keep it."""
+        """Give the leading axis of all factors a new label, and sum over it or keep it."""
 
         def stacked(term: Term) -> Term:
             k = term.fresh_label()
@@ -185,15 +185,16 @@ class Factored:
 
 
 class ConvolutionSpec(NamedTuple):
-    """The convolution that computes a kernel gradient, with one number for each image axis.
+    """Parameters of the convolution that computes a kernel gradient, by image axis.
 
     Attributes:
         groups: Number of groups of the channels.
-        strides: Distance between image positions that adjacent kernel elements multiply.
-        dilation: Distance between image positions that adjacent output gradients multiply.
+        strides: Strides of the convolution, equal to the kernel dilation in the forward pass.
+        dilation: Distance between the image positions that are multiplied by adjacent output
+            gradients.
         interior: Dilation of the images.
         padding: Padding at the start and the end of the images.
-        out: Axes of the input channels, the output channels and the image in the gradient.
+        out: Positions of the input-channel, output-channel and spatial axes in the gradient.
     """
 
     groups: int
@@ -208,14 +209,14 @@ class ConvolutionSpec(NamedTuple):
 class Convolution:
     """The gradient of a convolution kernel, represented by images and output gradients.
 
-    Factors would be image patches, which have as many elements as the images times the kernel size.
-    If another operation uses the gradient, it is materialized.
+    A product of factors would need image patches, whose number of elements is that of the images
+    times the kernel size. If another operation uses the gradient, it is materialized.
 
     Attributes:
         shape: Shape of the kernel.
         dtype: Dtype of the gradient.
-        images: Images, of shape [groups * input channels, number, *image axes].
-        grads: Output gradients, of shape [groups * output channels, number, *output axes].
+        images: Images, of shape [groups * input channels, images, *image axes].
+        grads: Output gradients, of shape [groups * output channels, images, *output axes].
         spec: Dimension numbers and window of the convolution that computes the gradient.
     """
 
@@ -248,9 +249,10 @@ class Convolution:
         )
 
     def weighted_sum(self, factors: Array) -> "Convolution":
-        """Represent the sum over a batch of kernel gradients that are multiplied by factors.
+        """Represent the sum over a batch of kernel gradients, each multiplied by a factor.
 
-        The examples of the batch, along the leading axis, become images of one example.
+        The leading axis of examples is merged into the image axis, as if one example had all
+        images.
         """
         dtype = wide_dtype(self.grads.dtype, factors.dtype)
         scale = factors.astype(dtype).reshape(-1, *[1] * (self.grads.ndim - 1))
@@ -265,8 +267,8 @@ class Convolution:
     def gram_size(self) -> int:
         """Return the number of elements of the arrays with which `_gram` computes the norm.
 
-        These are two matrices of all pairs of pixels, and two of all pairs of positions for each of
-        images and output gradients.
+        For each group, these are two matrices over pairs of pixels and four over pairs of
+        positions: two for the images and two for the output gradients.
         """
         pixels = math.prod(jax.eval_shape(self.padded).shape[1:])
         positions = math.prod(self.grads.shape[1:])
@@ -285,7 +287,7 @@ Value: TypeAlias = Array | Factored | Convolution
 def product(
     like: Array | ShapedArray, factors: Sequence[Factor], axes: Sequence[AxisLabels]
 ) -> Factored:
-    """Represent an array as one product of factors without labels of length one.
+    """Represent an array as one product of factors, without the labels of axes of length one.
 
     Args:
         like: Array with the shape and dtype of the product.
@@ -305,10 +307,10 @@ def product(
 def prefers_array(value: Factored | Convolution) -> bool:
     """Return whether a gradient has at most twice as many elements as its factors.
 
-    It is then materialized, because this takes little more time and fewer copies: with T rows and
-    axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications, and the product
-    requires `T d p`, which is at most twice as many if `d p <= 2 T (d + p)`. A gradient whose
-    factors have no elements is zero.
+    It is then materialized, because this takes only slightly more time and makes fewer copies: with
+    T rows and axes of lengths d and p, Gram matrices require `T^2 (d + p)` multiplications, and the
+    product requires `T d p`, which is at most twice as many if `d p <= 2 T (d + p)`. A gradient
+    whose factors have no elements is zero.
     """
     factors = sum(x.size for x in jax.tree.leaves(value))
     return factors == 0 or math.prod(value.shape) <= 2 * factors
@@ -346,8 +348,8 @@ def as_wide_array(value: Value) -> Array:
 def _multiply(term: Term) -> Array:
     """Materialize a term.
 
-    A one-hot factor becomes a scatter-add into zeros. If the value has an axis for its rows, it
-    becomes a one-hot matrix instead.
+    A one-hot factor becomes a scatter-add into zeros. If the rows of the factor are an axis of the
+    value, it becomes a one-hot matrix instead.
     """
     dense, hot, kept = term.dense, term.hot, term.kept
     if hot is None:

@@ -33,7 +33,8 @@ from ._factored import (
 
 # Relative rounding error of a contraction, as a multiple of the machine epsilon, in addition to the
 # error that `_gram` measures. It is an empirical margin: on a CPU, the measured error alone was
-# sufficient for 16 to 256 tokens of 512 to 4,096 normal, uniform, log-normal or equal elements.
+# sufficient for 16 to 256 tokens with 512 to 4,096 elements (normal, uniform, log-normal or all
+# equal).
 _ROUNDING = 4
 # Maximum relative error of a squared norm; the norm has half of this error.
 _TOLERANCE = 2e-5
@@ -179,7 +180,8 @@ def _with_error(array: Array, f: Factor, rows: AxisLabels) -> tuple[Array, Array
     sizes = einsum([replace(f, array=jnp.where(f.array == 0, 0, each))], rows)
     underflow = tiny * (f.array.size // max(sizes.size, 1))
     off = jnp.maximum(jnp.abs(diagonal - sizes) - underflow, 0) / jnp.where(sizes > 0, sizes, 1)
-    # Products and sums may underflow. All bounds are multiplied by `_ROUNDING * eps` or more.
+    # Products and sums may underflow. The floor is divided by the smallest factor of all bounds,
+    # `_ROUNDING * eps`.
     floor = 2 * underflow / (_ROUNDING * eps)
     bound = jnp.abs(array) + jnp.where(sizes > 0, floor, 0)[..., None]
     return array, bound, jnp.max(off, initial=0)
@@ -216,7 +218,7 @@ def _convolution_square(value: Convolution, zero: Scalar) -> tuple[Scalar, Scala
 
 
 def _position_gram(array: Array, groups: int) -> tuple[Array, Array, Scalar]:
-    """Return `_with_error` of the Gram matrix of all positions, for each group of channels."""
+    """Return `_with_error` of the Gram matrix of all positions, for each channel group."""
     channels, *positions = array.shape
     f = Factor(array.reshape(groups, channels // groups, math.prod(positions)), (0, 1, 2))
     gram = einsum([f, Factor(jnp.conj(f.array), (0, 1, 3))], (0, 2, 3))
@@ -242,7 +244,7 @@ def _other_side(f: Factor) -> Factor:
 
 
 def _picked(f: Factor, hot: Factor) -> Factor:
-    """Gather the rows of a factor at one-hot indices, with zeros for the index -1."""
+    """Gather the rows of a factor that a one-hot factor selects, with zeros for the index -1."""
     if f.hot == hot.hot:
         rows = (f.array == hot.array[:, None]) & (f.array >= 0)
         return Factor(rows.astype(jnp.float32), (*hot.labels, *f.labels))

@@ -143,7 +143,7 @@ class Examples(NamedTuple):
 
 
 def groups_of(examples: Examples, param_labels: Labels | None) -> dict[Hashable, list[int]]:
-    """Return the leaf indices of each label, or of the single label None without `param_labels`."""
+    """Return the leaf indices of each label; None is the only label without `param_labels`."""
     if param_labels is None:
         return {None: list(range(len(examples.leaves)))}
     labels = labels_of(param_labels, "params", examples.params)

@@ -186,7 +186,7 @@ def _add(_: JaxprEqn, x: Value, y: Value) -> Factored | None:
 
 
 def _concatenate(eqn: JaxprEqn, *values: Value) -> Factored | None:
-    """Represent joined arrays as a sum of arrays whose factors are padded with zeros."""
+    """Represent concatenated arrays as a sum of arrays whose factors are padded with zeros."""
     aval, axis, start = aval_of(eqn.outvars[0]), eqn.params["dimension"], 0
     total = Factored(aval.shape, aval.dtype)
     for value in map(as_factored, values):

@@ -71,8 +71,8 @@ class Incident(NamedTuple):
         leaf: Name of the leaf or layer with the strongest evidence; "" if it is unknown.
         loss_threshold: Smallest loss that is an outlier; inf if there is no threshold yet.
         batch_id: The extra argument `batch_id` of `update`; None if it was not passed.
-        streak: Number of incidents with a common kind that follow each other within 8 rows,
-            including this one.
+        streak: Number of consecutive incidents, up to this one, that are at most 8 rows apart and
+            share a kind.
     """
 
     step: int
@@ -92,8 +92,8 @@ class Fault(NamedTuple):
     """A problem in a row, such as a NaN or a loss that is too large.
 
     Attributes:
-        kind: A kind from the table of this module.
-        text: Description, which becomes a part of the sentence of the incident.
+        kind: One of the kinds listed in the module docstring.
+        text: Description, which is inserted into the sentence of the incident.
         by_unit: Strength of the evidence in each leaf or layer; empty if it is unknown.
     """
 
@@ -108,7 +108,7 @@ class Findings(NamedTuple):
     Attributes:
         row: The row; its taps are float[taps, 3] in the order of `tap_names`.
         tap_names: Names of the activations and the cotangents of the taps.
-        thresholds: The smallest values that would be outliers, by column.
+        thresholds: For each column, the smallest value that would be an outlier.
         loss_rise: A lasting rise of the loss, or None.
         place: Number of rows before this one.
         rises: Logarithm of the ratio of each outlier to its level, by column; 0 for other values.
@@ -220,7 +220,7 @@ def _parts(row: Rows) -> tuple[HostArray, str]:
 
 
 def _ratio(rises: HostArray) -> str:
-    """Format the ratio of the largest rise, which is a logarithm."""
+    """Convert the largest rise, which is a logarithm, to a ratio and format it."""
     return f"{math.exp(np.max(rises)):.2g}"
 
 
@@ -240,12 +240,12 @@ class Detector:
         self.drifts = LastingRises(np.log(ratios))
         self.zeros = Streaks([1, *[PERIOD] * (num_units + 1)])  # tree, units, loss
         self.small_factors = Streaks([PERIOD, STARVING_ROWS])
-        self.count, self.last_overflow = 0, -HISTORY  # numbers of rows, now and at an overflow
+        self.count, self.last_overflow = 0, -HISTORY  # rows so far, and at the last overflow
         # The last incident, the index of its row, and the first step of its streak.
         self.last, self.last_row, self.first_step = Incident(0, ()), 0, 0
 
     def update(self, rows: Rows) -> list[Incident]:
-        """Return the incidents in any number of next rows."""
+        """Process any number of new rows, and return their incidents."""
         starts = range(0, len(rows.step), HISTORY)  # in parts, to use less memory
         parts = (rows.take(slice(start, start + HISTORY)) for start in starts)
         return [x for part in parts for row in self._findings(part) for x in self._incidents(row)]
@@ -284,9 +284,9 @@ class Detector:
         self.count += len(values)
 
     def _thresholds(self, row: Rows, periods: Periods, t: int) -> HostArray:
-        """Return the smallest outlier of each column in row `t`, or the threshold of a guard.
+        """Return the smallest value of each column that would be an outlier in row `t`.
 
-        The threshold of a guard is used if the guard has skipped the row because of it.
+        If a guard has skipped the row because of its threshold, this threshold is used.
         """
         thresholds = self.outliers.thresholds(periods, t)
         for limit, (column, flag) in zip(row.limits, _SKIPS.items(), strict=True):
@@ -308,7 +308,7 @@ class Detector:
         return drifts
 
     def _loss_rises(self, rows: Rows, periods: Periods) -> tuple[dict[int, LossRise], HostArray]:
-        """Return the lasting rises of the loss by row, and whether the loss may be a value loss."""
+        """Return the lasting rises of the loss by row, and where it may be a value loss."""
         at, has_grown = np.flatnonzero(rows.has(Outcome.HAS_LOSS)), np.zeros(len(rows.step), bool)
         levels = periods.levels[periods.of_row[at], LOSS]
         rises, has_grown[at] = self.losses.compare(rows.loss[at], levels)
@@ -342,7 +342,7 @@ class Detector:
         """Combine the faults of a row into an incident, which may continue a streak."""
         step, flags = int(x.row.step), Outcome(int(x.row.outcome))
         if Outcome.SKIPPED in flags:
-            # The window is open, but does not contain the micro-batch.
+            # The window is open, but the skipped micro-batch was not added to it.
             flags &= ~Outcome.ACCUMULATED
         kinds, batch_id = tuple(fault.kind for fault in faults), None
         is_near = x.place - self.last_row <= GAP
@@ -393,8 +393,8 @@ def _logarithms(
 ) -> HostArray:
     """Return the columns that `Outliers` compares, float[rows, columns].
 
-    They contain logarithms, and the loss itself. Non-finite values become NaN, and so do the
-    logarithms of values that are not positive.
+    They are logarithms of all values, and the loss itself. Non-finite values become NaN, and so do
+    the logarithms of values that are not positive.
     """
     singles = [gradient[:, :1], other_norms, loss[:, None]]
     positive = np.hstack([*singles, gradient[:, 1:], taps])

@@ -39,7 +39,7 @@ class Evidence(NamedTuple):
         reason: Description.
         batch_ids: Batches to leave out.
         first: First step that is bad.
-        is_open: Whether the bad steps have not ended at `step`.
+        is_open: Whether the bad steps still continue at `step`.
         is_fault: Whether the hardware or the optimizer is faulty. Neither other batches nor a lower
             learning rate would help.
     """
@@ -56,8 +56,8 @@ class Evidence(NamedTuple):
 def bad_rows(rows: Rows, incidents: Sequence[Incident], rewind_on_rise: bool) -> HostArray:
     """Return which steps were applied with a loss that is an outlier or a non-finite gradient.
 
-    Outliers of norms are not bad, because a harmful one also raises the loss. A permanent rise of a
-    value loss is not bad either.
+    An outlier of a norm alone does not make a row bad, because a harmful one also raises the loss.
+    A permanent rise of a value loss is not bad either.
     """
     limit, is_outlier = np.full(len(rows.step), np.inf), np.zeros(len(rows.step), bool)
     for x in incidents:
@@ -79,11 +79,13 @@ def find_evidence(
     """Return all evidence in these rows, sorted by the step at which it is complete.
 
     Args:
-        rows: The last rows, with increasing steps.
-        is_bad: Whether each row is bad, from `bad_rows`.
-        starving: Steps at which a clip has starved the optimizer for long, if that is evidence.
-        num_rewinds: Number of earlier rewinds, which may replace a rewind by a stop.
-        patience: Number of rows after which a stretch that has not ended is evidence.
+        rows: The most recent rows, sorted by step.
+        is_bad: Mask of the bad rows, as returned by `bad_rows`.
+        starving: Steps at which a clip factor has long been almost 0; empty if this is not
+            evidence.
+        num_rewinds: Number of earlier rewinds, after which a stop may be advised instead of a
+            rewind.
+        patience: Number of rows after which a stretch is evidence even if it has not ended.
     """
     closes, is_skipped = rows.closes_window, rows.has(Outcome.SKIPPED)
     num_bad, num_skipped = (run_lengths(closes & x, closes & ~x) for x in (is_bad, is_skipped))
@@ -122,7 +124,7 @@ def _in_rows(
 ) -> Iterator[Evidence]:
     """Yield evidence for each row in the mask `is_met`.
 
-    The last `num_windows` windows are left out, int[rows]; None leaves out no batches.
+    In row t, batches of the last `num_windows[t]` windows are left out; None leaves out no batches.
     """
     window = _windows(rows)
     for t in np.flatnonzero(is_met):
@@ -170,12 +172,12 @@ def _windows(rows: Rows) -> HostArray:
 
 
 def _last_bad(losses: HostArray, stretch: HostArray) -> int:
-    """Return the index of the last row before the losses have recovered from a stretch.
+    """Return the index of the last row before the losses have recovered from a stretch of bad rows.
 
     Losses have recovered if they are below the midpoint between the median loss before the stretch
     and the median loss of its bad rows. Outlier thresholds are not used, because they rise during a
-    long stretch. If the bad losses are not above 90 % of the earlier losses, the last bad row is
-    returned.
+    long stretch. If the median bad loss is not above the 90th percentile of the earlier losses, the
+    last bad row is returned.
     """
     first, last = int(stretch[0]), int(stretch[-1])
     if first == 0:
@@ -193,7 +195,7 @@ def _last_bad(losses: HostArray, stretch: HostArray) -> int:
 def _nonfinite_parameters(rows: Rows) -> tuple[HostArray, HostArray]:
     """Return the rows with non-finite parameters or updates, and those of a faulty device.
 
-    If parameters and gradients are finite, neither the batch nor the learning rate makes the new
+    If parameters and gradients are finite, neither the batch nor the learning rate can make the new
     parameters non-finite. The parameter norm is measured before the update.
     """
     gradient, update, parameter = np.isfinite(rows.norms[:, :, 0]).T
@@ -206,7 +208,7 @@ def _nonfinite_parameters(rows: Rows) -> tuple[HostArray, HostArray]:
 
 
 def _is_starved(rows: Rows, starving: list[int]) -> HostArray:
-    """Return the rows of these steps if the loss has not fallen since the clip began."""
+    """Return the rows in which the loss has not fallen since the clip factor was small."""
     is_large = rows.has_clip_factor & (rows.factors.min(axis=1, initial=1.0) >= STARVING)
     is_starved = np.isin(rows.step, starving)
     for t in np.flatnonzero(is_starved):

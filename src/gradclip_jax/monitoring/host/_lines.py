@@ -81,7 +81,7 @@ def to_rows(columns: Columns, names: Names | None = None) -> tuple[Rows, Names, 
 
 
 def lines_with(columns: Columns, keys: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return a dict from the index of each line with all of these keys to its values."""
+    """Map the index of each line that has all of these keys to the values of these keys."""
     found = [columns.get(key, {}) for key in keys]
     lines = sorted(i for i in min(found, key=len) if all(i in column for column in found))
     return {i: {key: columns[key][i] for key in keys} for i in lines}
@@ -122,7 +122,7 @@ def _outcome_bits(text: str) -> int:
 
 
 def _numbers(values: Collection[Any]) -> tuple[HostArray, HostArray]:
-    """Convert values in a log to float64, or NaN, and return a mask of the numbers."""
+    """Convert logged values to float64, and return a mask of those that are numbers."""
     if {*map(type, values)} <= {int, float, str}:
         with contextlib.suppress(OverflowError, ValueError):
             numbers = np.fromiter(map(float, values), float, len(values))
@@ -148,10 +148,10 @@ def _number(value: Any) -> float | None:
 
 
 def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
-    """Return all steps, the row index of each line, and a remark on lines without a row.
+    """Return all steps, the row index of each line, and a remark about replaced and omitted rows.
 
-    The steps increase. The row index is -1 for a line without a row, that is, without a loss, a
-    norm and an outcome. `_Steps` describes the other lines.
+    The steps increase. The row index is -1 for a line without a row, that is, with no loss, norm or
+    outcome. `_Steps` describes the other lines.
     """
     keys = _row_keys(columns)
     lines = np.flatnonzero(keys)
@@ -174,7 +174,7 @@ def _join_steps(columns: Columns) -> tuple[list[int], HostArray, str]:
 
 
 class _Steps:
-    """The steps of the rows of a log, which increase.
+    """The increasing step numbers of the rows of a log.
 
     | line | method |
     | --- | --- |
@@ -186,16 +186,15 @@ class _Steps:
     | a new step, more than `_LATE` rows back | the same |
 
     Args:
-        keys: The keys of `_ROW` that each line has, as bits.
+        keys: Bit mask of the keys in `_ROW` that each line contains.
 
     Attributes:
         steps: The steps so far.
         line_of: The first line of each step.
         keys: The keys of the row that begins at each line.
-        first_lines: The first line of the row of each line.
+        first_lines: For each line, the first line of its row.
         last: The step of the last line.
-        counts: Numbers of lines, of replaced rows, of resumptions, and of lines without a number as
-            their step.
+        counts: Number of lines, replaced rows, resumptions, and lines whose step is not a number.
     """
 
     def __init__(self, keys: list[int]):
@@ -249,7 +248,7 @@ class _Steps:
 
 
 def _row_keys(columns: Columns) -> HostArray:
-    """Return which keys of `_ROW` each line has, as bits; 0 for a line that is not in a row."""
+    """Return a bit mask of the `_ROW` keys in each line; 0 for a line without a row."""
     size = 1 + max((max(column, default=-1) for column in columns.values()), default=-1)
     keys = np.zeros(size, int)
     for i, key in enumerate(_ROW):

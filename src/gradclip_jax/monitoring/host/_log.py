@@ -57,9 +57,9 @@ _UNIT = re.compile(rf"(?:^|/)(?:{'|'.join(MEASURES)}|clip_factor)/")
 
 
 def read_columns(log: LogSource, *, prefix: str | None = None) -> Columns:
-    """Return the columns of a log with the keys of a `Monitor`; see `read_log`.
+    """Return the columns of a log under the keys that a `Monitor` uses; see `read_log`.
 
-    The columns of other keys are empty, because all values of a long log may not fit in memory.
+    The columns of other keys are left empty, because a long log may not fit in memory as a whole.
     """
     columns = Columns()
 
@@ -134,7 +134,7 @@ def append_lines(path: str | os.PathLike[str], lines: Iterable[Line]) -> None:
 
 
 def to_json(line: Line) -> dict[str, Any]:
-    """Round floats to nine digits, and replace non-finite ones by names, which JSON lacks."""
+    """Round floats to nine digits, and write non-finite ones as strings, for JSON."""
     floats = {key: float(f"{x:.9g}") for key, x in line.items() if isinstance(x, float)}
     return {**line, **{key: x if math.isfinite(x) else str(x) for key, x in floats.items()}}
 
@@ -143,7 +143,7 @@ def to_json(line: Line) -> dict[str, Any]:
 
 
 def parse_file(path: pathlib.Path) -> Iterator[Line]:
-    """Yield the lines of a CSV file, a JSON document, JSON lines, or a text."""
+    """Yield the lines of a file that contains CSV, a JSON document, JSON lines, or plain text."""
     is_csv = path.suffix in (".csv", ".tsv")
     newline = "" if is_csv else None
     with path.open(encoding="utf-8-sig", errors="replace", newline=newline) as file:
@@ -159,7 +159,7 @@ def parse_file(path: pathlib.Path) -> Iterator[Line]:
         file.seek(0)
         # JSON strings may contain U+2028, so `splitlines` would be wrong.
         while lines := file.readlines(_PART):
-            try:  # JSON lines, which are parsed faster together
+            try:  # JSON lines are parsed faster together
                 yield from _document_lines(json.loads(f"[{','.join(lines)}]"))
             except (RecursionError, ValueError):
                 yield from map(_parse_line, lines)
@@ -200,7 +200,7 @@ def _parse_line(line: str) -> Line:
     if line.lstrip()[:1] == "{" and line.lstrip("{ \t")[:1] == '"':
         try:
             return json.loads(line)
-        except (RecursionError, ValueError):  # half a line of a process that was killed
+        except (RecursionError, ValueError):  # a partial line from a process that was killed
             return {}
     line, found = line.lower(), dict[str, str]()
     for match in _PAIR.finditer(line):
@@ -215,7 +215,7 @@ def _parse_line(line: str) -> Line:
 
 @functools.lru_cache(4096)  # the same few names occur in all lines
 def _known_name(word: str, name: str) -> str:
-    """Return `word name` or `name`, whichever is a known name; "" if neither is known."""
+    """Return the first of `word name` and `name` that is a known name; "" if neither is known."""
     if _VALIDATION.search(word):
         return ""
     return next((x for x in (f"{word} {name}".lstrip(), name) if _split_key(x)[1] in _KEYS), "")

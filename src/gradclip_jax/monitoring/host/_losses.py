@@ -18,8 +18,8 @@ class LossRise(NamedTuple):
     """A loss that has risen permanently, or has not fallen since the start.
 
     Attributes:
-        text: Description of the losses that have risen and of the losses they are compared with.
-        threshold: The loss above which the rise continues.
+        text: Description of the rise, with the losses that are compared and their values.
+        threshold: Losses above this value belong to the rise.
         has_exploded: Whether the loss fell at first, and is now far above its recent values.
         is_flat: Whether the loss has hardly changed since the start, unlike a value loss.
     """
@@ -84,7 +84,7 @@ class Losses:
     def _unlearned(self, losses: HostArray) -> dict[int, LossRise]:
         """Report a run whose first UNLEARNED losses have not fallen.
 
-        The second BLOCK of losses is not compared, because a loss may rise during warm-up.
+        The second BLOCK losses are not compared, because a loss may rise during warm-up.
         """
         last = UNLEARNED - 1 - len(self.start)
         is_complete = 0 <= last < len(losses)

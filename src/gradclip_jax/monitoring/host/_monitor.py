@@ -59,8 +59,9 @@ class Monitor:
             row and each incident, such as `wandb.log`. Each row contains the scalars of the whole
             tree; every 50 steps and around incidents it also contains the norms of leaves or
             layers.
-        resume: Whether to continue the run in the file `log`, if it exists, with its incidents, its
-            decisions and the batches to leave out. Pass True in jobs that are restarted.
+        resume: Whether to continue the run recorded in the file `log`, if it exists, and restore
+            its incidents, its decisions and the batches to leave out. Pass True in jobs that are
+            restarted.
         granularity: As in `watch`.
         trainable: As in `watch`.
         taps: As in `watch`.
@@ -75,7 +76,8 @@ class Monitor:
     Attributes:
         names: Names of units, clips and taps.
         incidents: All incidents so far.
-        rows: The rows of the last read and 1,024 before, or all rows of a log for `read_log`.
+        rows: The rows of the last read and the 1,024 rows before it, or all rows of the log after
+            `read_log`.
         report: The last report. After a restart, it contains the last decision from the log.
 
     Raises:
@@ -156,7 +158,8 @@ class Monitor:
         self._is_resumed, self._values = is_resumed, None  # until rows are read
         self._remark = remark
         self._start(rows.take(slice(-_MAX_ROWS, None)), names)
-        # Processes communicate in `read` only, so that one process alone can create a monitor.
+        # Processes communicate only in `read`, so that a single process can create a monitor on its
+        # own.
         decision = own_policy.update(self.rows, self._recent, rows.end)
         self.report = Report(*decision, incidents=(), rows=rows.take(slice(0)), lost_rows=0)
 
@@ -214,8 +217,8 @@ class Monitor:
     def summary(self) -> str:
         """Describe `rows` and all incidents in at most ten lines.
 
-        Norms of micro-batches, which `watch` around an accumulation measures, do not suggest a
-        `max_norm` for a clip inside the accumulation.
+        If `watch` is around an accumulation, it measures micro-batches, so no `max_norm` is
+        suggested for a clip inside the accumulation.
         """
         if not len(self.rows.step):
             return "no steps"
@@ -244,7 +247,7 @@ class Monitor:
         if self._user_policy is not None:
             report = _checked_report(self._user_policy(report))
             self._policy.replace(last, Decision.of(report))
-        # Process 0 decides, because the files of other processes may differ.
+        # The decision of process 0 is used, because other processes may have different files.
         decision = of_all_processes(Decision.of(report))[0]
         self.report = report._replace(**decision._asdict())
         return self._policy.last is not last
@@ -254,7 +257,7 @@ class Monitor:
 
         The state still contains rows of earlier calls. If the run has repeated their steps, their
         values differ from the values in `self.rows`. If all values are equal after a rewind was
-        advised, and this is not the state of the last call, the run has repeated them exactly.
+        advised, but this is not the state of the last call, the run has repeated the steps exactly.
         """
         steps, *places = np.intersect1d(self.rows.step, rows.step, return_indices=True)
         before, after = (
@@ -376,7 +379,7 @@ def read_log(log: LogSource, *, prefix: str | None = None) -> Monitor:
 
 
 def _checked_report(report: Any) -> Report:
-    """Return the result of the function `policy`, or raise if it is not a report with an action."""
+    """Return the result of `policy`; raise an error if its action is not valid."""
     if not isinstance(report, Report):
         hint = "Return `report._replace(action=...)`, or the report itself."
         raise type_error("policy", "a function that returns a report", shortened(report), hint)

@@ -88,7 +88,10 @@ for rows near an outlier and for an incomplete period."""
 
 
 def quantiles(values: HostArray, *shares: float) -> HostArray:
-    """Return lower quantiles of the known values along the last axis; NaN if there are none."""
+    """Return quantiles (`method="lower"`) of the non-NaN values along the last axis.
+
+    NaN if there are none.
+    """
     count = np.sum(~np.isnan(values), axis=-1)
     found, is_known = np.full((*count.shape, len(shares)), np.nan, values.dtype), count > 0
     index = np.multiply.outer(count[is_known] - 1, shares).astype(int)
@@ -104,7 +107,7 @@ def median(values: HostArray) -> HostArray:
 
 
 def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int = 0) -> HostArray:
-    """Return the number of true rows since the last false row; a row may be neither.
+    """Return the number of `is_true` rows since the last `is_false` row; a row may be neither.
 
     `before` is the value of the row before the first row.
     """
@@ -113,15 +116,15 @@ def run_lengths(is_true: HostArray, is_false: HostArray, before: HostArray | int
 
 
 class Periods(NamedTuple):
-    """The statistics of the periods of consecutive rows, from the rows before each period.
+    """Statistics of each period of consecutive rows, computed from the rows before the period.
 
     Attributes:
         of_row: int[rows], index of the period of each row.
         starts: int[periods], number of rows of the run before each period.
         ends: int[periods], number of rows in the arrays of `Outliers` before each period.
         levels: float[periods, columns], typical value of each column.
-        floor: float[periods, columns], smallest possible bound of each column.
-        ceiling: float[periods, columns], largest possible bound of each column.
+        floor: float[periods, columns], lower limit of the outlier bound of each column.
+        ceiling: float[periods, columns], upper limit of the outlier bound of each column.
     """
 
     of_row: HostArray
@@ -136,13 +139,13 @@ class Outliers:
     """Find the outliers of each column; see the module.
 
     The tail of the distribution takes much longer to compute than the other terms of a bound,
-    because it depends on earlier outliers. It is only computed if a value exceeds those terms.
+    because it depends on earlier outliers. It is computed only if a value exceeds the other terms.
 
     Attributes:
-        units: Columns of the gradient norms of the units.
+        units: Columns with the gradient norms of leaves or layers.
         taps: Columns of the RMS of the taps.
-        values: The last BUFFER_SIZE rows before the last call, and the rows of that call.
-        excesses: The excess of each of these values.
+        values: The rows of the last call, preceded by the BUFFER_SIZE rows before that call.
+        excesses: The excess of each value in `values`.
         is_outlier: Whether each of these values is an outlier.
         count: Number of rows so far.
     """
@@ -161,7 +164,7 @@ class Outliers:
         self.is_outlier, self.count = np.zeros((BUFFER_SIZE, size), bool), 0
 
     def compare(self, values: HostArray) -> tuple[HostArray, Periods]:
-        """Compare the next rows, float[rows, columns] with NaN for unknown values.
+        """Compare the next rows, float[rows, columns], with earlier rows; NaN marks unknown values.
 
         Returns:
             Logarithm of the ratio of each outlier to its level, 0 for other values; and the
@@ -190,7 +193,7 @@ class Outliers:
         return np.where(is_outlier, excess, 0), periods
 
     def thresholds(self, periods: Periods, row: int) -> HostArray:
-        """Return the outlier threshold of each column before the units; inf if there is no bound.
+        """Return the outlier thresholds of the columns before the units; inf means no bound.
 
         `periods` is a result of the last call of `compare`, and `row` is the index of one of its
         rows.
@@ -212,7 +215,7 @@ class Outliers:
     def _limits(
         self, starts: HostArray, ends: HostArray, levels: HostArray
     ) -> tuple[HostArray, HostArray]:
-        """Return the smallest and the largest possible bound of each column in each period."""
+        """Return the lower and upper limits of the bound of each column in each period."""
         values, excesses = (_before(ends, x, WINDOW) for x in (self.values, self.excesses))
         usual = median(excesses)
         spread = 1.4826 * median(abs(excesses - usual[..., None]))
@@ -251,7 +254,7 @@ class LastingRises:
     """Find columns that have risen permanently; see the module docstring.
 
     Args:
-        log_ratios: Logarithm of the smallest ratio of a rise, for each column.
+        log_ratios: Logarithm of the smallest ratio that counts as a rise, for each column.
     """
 
     def __init__(self, log_ratios: HostArray):
@@ -289,7 +292,7 @@ class Streaks:
     """Find streaks of rows in which a condition holds; see the module.
 
     Args:
-        least: Number of rows of the shortest streak that is reported, for each condition.
+        least: Minimum length of a streak that is reported, in rows, for each condition.
     """
 
     def __init__(self, least: list[int]):
@@ -310,7 +313,7 @@ class Streaks:
 
 
 def _append(old: HostArray, new: HostArray) -> HostArray:
-    """Append rows to the last BUFFER_SIZE ones, as float32 because medians of float64 are slow."""
+    """Append rows to the last BUFFER_SIZE rows, in float32 because float64 medians are slow."""
     return np.concatenate([old[-BUFFER_SIZE:], new.astype(old.dtype)])
 
 

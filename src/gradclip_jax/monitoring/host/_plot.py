@@ -27,7 +27,7 @@ _RED, _MISSING = "tab:red", "0.92"
 
 
 class _Panel(NamedTuple):
-    """One plot: a line of [steps] numbers, or a heat map of [steps, units] numbers."""
+    """One plot: a line for values [steps], or a heat map for values [steps, units]."""
 
     title: str
     steps: HostArray
@@ -47,8 +47,8 @@ def plot_log(log: LogSource | Monitor) -> Any:
     | lines instead of heat maps | the log has no norms of leaves or layers |
     | vertical lines, triangles | an incident, or the first one of a streak, which is shaded |
 
-    Below the plot, the first 6 and the last 6 streaks are described by the incident with the most
-    kinds of faults. The figure is 900 pixels wide.
+    The text below the plot describes the first 6 and the last 6 streaks, each by its incident with
+    the most kinds of faults. The figure is 900 pixels wide.
 
     This function requires Matplotlib: `pip install "gradclip_jax[plots]"`.
 
@@ -76,7 +76,7 @@ def plot_log(log: LogSource | Monitor) -> Any:
     monitor = log if isinstance(log, Monitor) else read_log(log)
     rows, names = monitor.rows, np.array(monitor.names.units)
     incidents = [x for x in monitor.incidents if x.step in rows.step]
-    # A stable sort: the other units stay in the order of the model.
+    # The sort is stable, so the other units stay in the order of the model.
     shown = np.argsort(~np.isin(names, [x.leaf for x in incidents]), kind="stable")[:_MAX_UNITS]
     panels = list(_panels(rows, shown))
     if not panels:
@@ -98,13 +98,13 @@ def plot_log(log: LogSource | Monitor) -> Any:
         _mark_incidents(axis, streaks, hides_values=panel.values.ndim == 2)
     axes[-1].set_xlim(rows.step[0], rows.end)
     axes[-1].set_xlabel("step", fontsize=8)
-    # Names of leaves may contain a dollar sign.
+    # A dollar sign in a leaf name must not start math.
     figure.supxlabel("\n".join(captions), x=0.01, ha="left", fontsize=8, parse_math=False)
     return figure
 
 
 def _panels(rows: Rows, shown: HostArray) -> Iterator[_Panel]:
-    """Yield the loss and the norms of each kind, for the rows in which they were measured."""
+    """Yield a panel for the loss and for each kind of norm, without missing rows."""
     has_loss = rows.has(Outcome.HAS_LOSS)
     if has_loss.any():
         yield _Panel("loss", rows.step[has_loss], rows.loss[has_loss])
@@ -131,7 +131,7 @@ def _draw_line(axis: Any, panel: _Panel) -> None:
         steps, values = np.repeat(steps[starts], 2), np.stack([low, high], 1).ravel()
     axis.plot(steps, values, linewidth=1, marker="." if len(steps) < 50 else None)
     axis.tick_params("y", which="both", labelsize=8)
-    # On a logarithmic axis, a line through a zero leaves the plot at the lower edge.
+    # On a logarithmic axis, a line to a zero value runs off the lower edge of the plot.
     if np.any(values > 0) and not np.any(values < 0):
         axis.set_yscale("log")
     bad = panel.steps[~is_finite]
@@ -170,12 +170,12 @@ def _streaks(incidents: Sequence[Incident]) -> list[Sequence[Incident]]:
 
 
 def _mark_incidents(axis: Any, streaks: list[Sequence[Incident]], *, hides_values: bool) -> None:
-    """Draw a line at the first step of each streak and shade it, or mark it at the upper edge."""
+    """Draw a line at the first step of each streak, and shade the streak or mark its start."""
     if hides_values:
         starts, options = [x[0].step for x in streaks], {"color": _RED, "linestyle": ""}
         options |= {"transform": axis.get_xaxis_transform(), "clip_on": False}
         (marks,) = axis.plot(starts, np.ones(len(starts)), marker=7, markersize=4, **options)
-        marks.set_in_layout(False)  # without marks, the layout would fail
+        marks.set_in_layout(False)  # if there are no marks, the layout would fail
         return
     for first, *_, last in ([*x, x[-1]] for x in streaks):
         axis.axvline(first.step, color=_RED, linewidth=0.8, alpha=0.7)

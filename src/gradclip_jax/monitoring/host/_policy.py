@@ -19,10 +19,10 @@ FORGET steps without a decision. The transitions are:
 | pending | more rows | the same action again |
 | any | rows that start at an earlier step | running |
 
-After rows that start at an earlier step, checkpoints of discarded steps are ignored until a `saved`
-list lacks them, that is, until they were deleted. If a stretch of bad rows had not ended at the
-first rewind, the batches after it may be bad as well. The policy then advises a second rewind
-before `lower`.
+After rows that start at an earlier step, checkpoints of discarded steps are ignored until they are
+deleted, that is, until a `saved` list no longer contains them. If a stretch of bad rows had not
+ended at the first rewind, the batches after it may be bad as well. The policy then advises a second
+rewind before `lower`.
 """
 
 import json
@@ -46,15 +46,15 @@ class Report(NamedTuple):
     """The result of `Monitor.read` for the rows since its last call.
 
     Attributes:
-        step: Index of the next call of `watch`, which is the index of a checkpoint of this state.
+        step: Index of the next call of `watch`; a checkpoint of this state has the same index.
         action: "continue", "save", "rewind", "lower" or "stop"; see docs/recovery.md.
         reason: Reason for the action, or for not rewinding despite evidence; otherwise empty.
         good_step: Index of the newest checkpoint that is known to be good, or None.
         batch_ids: Batches to leave out after this rewind, including those of earlier rewinds.
-        num_rewinds: Number of rewinds in a row, including this one.
+        num_rewinds: Number of consecutive rewinds, including this one.
         num_lowers: Number of times that the action was "lower". A restored run should lower its
             initial learning rate this many times.
-        is_open: Whether the bad steps that caused the action had not ended yet.
+        is_open: Whether the bad steps that caused the action were still continuing.
         incidents: Incidents in these rows, oldest first; each prints as a sentence.
         rows: The rows since the last call.
         lost_rows: Number of rows that were overwritten before this call. Pass a larger `history` to
@@ -121,7 +121,7 @@ class Checkpoints:
 
     @property
     def has_candidate(self) -> bool:
-        """Whether a checkpoint exists that later rows may still confirm."""
+        """Whether a checkpoint exists that later rows may still confirm as good."""
         return any(i > self.good_until for i in self.usable)
 
     def replace(self, steps: Iterable[int]) -> None:
@@ -144,12 +144,12 @@ class Checkpoints:
 
 
 class PolicyState(NamedTuple):
-    """What the next decision depends on, besides the rows and the checkpoints.
+    """The values that determine the next decision, besides the rows and the checkpoints.
 
     Attributes:
         last: The last decision that was not "continue" or "save".
-        confirmed_ids: Batches that were left out, after which the same evidence did not occur
-            again.
+        confirmed_ids: Batches whose omission was confirmed, because the same evidence did not occur
+            again without them.
     """
 
     last: Decision = Decision(0, "continue", "", None, [], 0, 0, False)
@@ -209,13 +209,14 @@ class Policy:
     """Decide from the rows of a run whether to save, rewind, lower the learning rate, or stop.
 
     Args:
-        events: Log lines with decisions or "rewind_to" of the run to continue.
+        events: Lines with a decision or "rewind_to" from the log of the run to continue.
         rewind_on_rise: See `Monitor`.
 
     Attributes:
-        state: The last decision, and what the next one depends on.
-        is_pending: Whether the run has not returned to an earlier step since this decision.
-        explained_until: Step before which the reason for not rewinding was already reported.
+        state: The last decision, and other values that the next one depends on.
+        is_pending: Whether this decision is pending: the run has not returned to an earlier step
+            since then.
+        explained_until: First step for which a reason for not rewinding has not been reported yet.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = (), *, rewind_on_rise: bool = False):
@@ -251,7 +252,7 @@ class Policy:
         Args:
             rows: The last rows, with increasing steps.
             incidents: The incidents in these rows.
-            first_new: The first step that the last call did not read.
+            first_new: The first step of the rows that are new since the last call.
             saved: Indices of all checkpoints that exist; None if they have not changed.
         """
         if saved is not None:
@@ -263,8 +264,8 @@ class Policy:
         is_suspicious = is_bad | np.isin(rows.step, suspicious)
         num_quiet = run_lengths(~is_suspicious, is_suspicious)
         num_rewinds = self.last.num_rewinds if rows.end - self.last.step < FORGET else 0
-        # After "lower", the next action is "stop". It leaves out no batches, so the patience is not
-        # longer.
+        # After "lower", the next action is "stop", which leaves out no batches. Therefore, the
+        # patience is not longer.
         patience = QUIET * 2 ** (num_rewinds if self.last.action == "rewind" else 0)
         starving = [x.step for x in incidents if "clip" in x.kinds and self.rewind_on_rise]
         no_rewind = ""

@@ -32,13 +32,13 @@ Columns: TypeAlias = dict[str, dict[int, Any]]
 class Rows(NamedTuple):
     """Measurements of consecutive steps as NumPy arrays, oldest first; see docs/rows.md.
 
-    Values that were not measured are 0. The flags in `outcome` state which values were measured.
+    Values that were not measured are 0. The flags in `outcome` indicate which values were measured.
 
     Attributes:
         step: int64[steps], index of the call of `watch`.
         batch_id: int64[steps].
         outcome: int64[steps], flags of `Outcome`.
-        device: int64[steps], index of the device whose parameters differ.
+        device: int64[steps], index of the device whose parameters differ from the others.
         loss: float64[steps].
         limits: float64[steps, 2], smallest thresholds of guards for the gradient norm and the loss;
             0 without such a guard, and in rows that were read from a log.
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
 
     @property
     def has_clip_factor(self) -> HostArray:
-        """Whether a row was applied with a finite norm, so that its clip factors have a meaning."""
+        """Whether a row was applied with a finite norm, so that its clip factors are meaningful."""
         return self.has(Outcome.APPLIED) & np.isfinite(self.norms[:, 0, 0])
 
     def take(self, index: Any) -> "Rows":
@@ -119,8 +119,8 @@ def unpack_rows(row: PackedRows, names: Names) -> tuple[Rows, Names]:
     # returns while an accumulation around `watch` is open.
     written = np.unique(values[values[:, 2] != 0], axis=0)
     if num_runs > 1 or np.any(np.diff(written[:, 0]) == 0):
-        # Find the axis of the runs: all runs have the same steps. After a scan over `vmap`, it is
-        # not the first axis.
+        # Find the axis of the runs, along which the steps are equal. After a scan over `vmap`, it
+        # is not the first axis.
         axes = (i for i, n in enumerate(steps.shape) if n > 1 and not np.ptp(steps, i).any())
         one_run = f"jax.tree.map(lambda x: x[{':, ' * next(axes, 0)}i], state)"
         hint = f"Read run i with `monitors[i].read({one_run})`."
@@ -154,13 +154,13 @@ def _complete(rows: Rows) -> None:
 
     `watch` stores the flags that its inner transformation reports. Whether an update is nonzero and
     whether a clip factor is below 1 follows from the norms and factors in the same row. These parts
-    of `APPLIED`, `CLIPPED` and `ACCUMULATED` are derived here, so that no training step on the
-    device computes them.
+    of `APPLIED`, `CLIPPED` and `ACCUMULATED` are derived here, on the host, so that the training
+    step does not have to compute them on the device.
     """
     rows.taps[~rows.has(Outcome.HAS_TAPS)] = 0
     rows.norms[~rows.has(Outcome.HAS_GRADIENT), 0] = 0
     rows.nonfinite[~rows.has(Outcome.HAS_GRADIENT)] = 0
-    # If the step was not applied, the update is zero, even of a non-finite parameter.
+    # If the step was not applied, the update is zero, even for a non-finite parameter.
     has_run, update = rows.has(Outcome.APPLIED), rows.norms[:, 1]
     update[~has_run[:, None] & ~np.isfinite(update)] = 0
     # With `optax.partition`, some parameters may change although the updates of others are skipped.

@@ -69,8 +69,8 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
     """Suggest a `max_norm` as a percentile of the gradient norms of a run.
 
     The default is the median, which performed best among five percentiles in docs/study.md. A
-    threshold at the median clips half of the steps, so consider a larger learning rate. The 90th
-    percentile clips only outliers.
+    threshold at the median clips half of the steps, so consider a larger learning rate. A
+    90th-percentile threshold clips only outliers.
 
     Args:
         norms: Rows of a `Monitor`, such as those of `read_log`, or an array of norms of any shape.
@@ -81,9 +81,9 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
         The percentile of the norms, a positive number.
 
     Raises:
-        ValueError: If all norms are ignored, if they are norms of micro-batches, measured by a
-            `watch` around an accumulation, or if `percentile` is outside [1, 100].
-        TypeError: If called inside jit, or if `norms` is neither rows nor an array.
+        ValueError: If all norms are ignored, if a `watch` around an accumulation measured them for
+        micro-batches, or if `percentile` is outside [1, 100]. TypeError: If called inside jit, or
+        if `norms` is neither rows nor an array.
 
     Examples:
         >>> import gradclip_jax as gcx
@@ -110,7 +110,7 @@ def has_micro_batches(rows: Rows) -> bool:
 
 
 def _usual_norms(rows: Rows) -> HostArray:
-    """Return the gradient norms of the tree and of the units where they are finite and not 0."""
+    """Return the gradient norms in rows where all are finite and that of the tree is not 0."""
     norms = rows.norms[rows.has(Outcome.HAS_GRADIENT), 0]
     return norms[np.isfinite(norms).all(axis=1) & (norms[:, 0] > 0)]
 

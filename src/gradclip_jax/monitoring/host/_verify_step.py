@@ -35,11 +35,12 @@ class Verification(NamedTuple):
 def verify_step(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Verification:
     """Run a step four times with the same inputs and compare every bit of its outputs.
 
-    A step is a pure function of its arguments, so all runs give the same bits. If they do not, a
-    device computes wrong results without an error ("silent data corruption"), or the program is not
-    deterministic. The first two runs use the devices of the arguments. In the other two, each
-    device does the work of its neighbor in the mesh. Call this function every few thousand steps,
-    or after a rewind to distinguish a fault of the hardware from a fault of the data.
+    A step is a pure function of its arguments, so all runs should return bitwise equal outputs. If
+    they do not, a device computes wrong results without an error ("silent data corruption"), or the
+    program is not deterministic. The first two runs use the devices that hold the arguments. In the
+    other two, each device does the work of its neighbor in the mesh. Call this function every few
+    thousand steps, or after a rewind to distinguish a fault of the hardware from a fault of the
+    data.
 
     | verdict | runs that differ | cause |
     | --- | --- | --- |
@@ -99,7 +100,7 @@ _Digests: TypeAlias = dict[tuple[str, int], tuple[int, bytes]]
 
 
 def _verdict(runs: list[_Digests]) -> Verification:
-    """Compare the runs; the third and fourth of four are on other devices."""
+    """Compare the runs; if there are four, the third and fourth used other devices."""
     bits = [{place: digest for place, (_, digest) in run.items()} for run in runs]
     if bits.count(bits[0]) == len(bits):
         return Verification("equal", {})
@@ -129,7 +130,7 @@ def _devices(differences: Iterable[tuple[str, list[int]]]) -> dict[str, list[int
 
 
 def _common_devices(differences: Iterable[tuple[str, list[int]]]) -> dict[str, list[int]]:
-    """Return the devices that computed every differing part of an output in one of two runs.
+    """Return the devices that computed each differing part in one of two runs.
 
     If there is no such device, return all devices that computed a differing part.
     """
@@ -145,7 +146,7 @@ def _copy(tree: Tree) -> Tree:
 
 
 def _moved(tree: Tree) -> Tree | None:
-    """Return a copy in which each device has the data of its neighbor, or None if not possible."""
+    """Return a copy in which devices have their neighbors' data; None if impossible."""
     shardings = [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     on_mesh = [x for x in shardings if len(x.device_set) > 1]
     devices = jax.devices()
