@@ -118,7 +118,7 @@ def _follow(
     if name in _INLINED | _REMAT:
         return evaluate(_inner(eqn), operands, flags)
     if name != "convert_element_type":
-        operands = [as_array(x) if isinstance(x, Convolution) else x for x in operands]
+        operands = [as_factored(x) if isinstance(x, Convolution) else x for x in operands]
     is_any_lazy = any([isinstance(x, Factored | Convolution) for x in operands])
     rule = RULES.get(name)
     result = rule.apply(eqn, *operands) if rule and (rule.starts or is_any_lazy) else None
@@ -185,7 +185,7 @@ def _scan(eqn: core.JaxprEqn, operands: Sequence[Value], flags: Sequence[bool]) 
             start = {**zeros, **carry}
             outs = evaluate(closed, [*consts, *[start[i] for i in range(count)], *x], chosen)
             added = {i: as_factored(outs[i]) for i in lazy}
-            rows = [as_array(y) if isinstance(y, Convolution) else y for y in outs[count:]]
+            rows = [as_factored(y) if isinstance(y, Convolution) else y for y in outs[count:]]
             return {i: outs[i] for i in carry}, (added, cast(list[Value], rows))
 
         carry: Values = {i: as_array(x) for i, x in enumerate(init) if i not in lazy}

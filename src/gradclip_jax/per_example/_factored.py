@@ -210,7 +210,7 @@ class Convolution:
     """The gradient of a convolution kernel, represented by images and output gradients.
 
     A product of factors would need image patches, whose number of elements is that of the images
-    times the kernel size. If another operation uses the gradient, it is materialized.
+    times the kernel size. They are extracted only if another operation uses the gradient.
 
     Attributes:
         shape: Shape of the kernel.
@@ -231,6 +231,28 @@ class Convolution:
         pairs = zip(self.spec.padding, self.spec.interior, strict=True)
         widths = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in pairs)]
         return lax.pad(self.images, jnp.zeros((), self.images.dtype), widths)
+
+    def patches(self) -> Factored:
+        """Represent the gradient by image patches and output gradients."""
+        patches, spec = self.padded(), self.spec
+        grads = self.grads.reshape(spec.groups, -1, *self.grads.shape[1:])
+        patches = patches.reshape(spec.groups, -1, *patches.shape[1:])
+        kernel = [self.shape[i] for i in spec.out[2:]]
+        # Split each image axis into a kernel position and an output position.
+        axes = zip(kernel, self.grads.shape[2:], spec.strides, spec.dilation, strict=True)
+        for i, (count, width, stride, dilation) in enumerate(axes):
+            axis, length = 3 + 2 * i, (width - 1) * dilation + 1
+            starts = [stride * c for c in range(count)]
+            rows = [lax.slice_in_dim(patches, a, a + length, dilation, axis) for a in starts]
+            patches = jnp.stack(rows, axis)
+        # The labels stand for groups, input channels, output channels, images and positions.
+        g, b, o, c = range(4)
+        y, k = (tuple(range(first, 4 + 2 * len(kernel), 2)) for first in (4, 5))
+        left = Factor(patches, (g, b, c, *range(4, 4 + 2 * len(kernel))))
+        right = Factor(grads, (g, o, c, *k))
+        labels: list[AxisLabels] = [(b,), (g, o), *((label,) for label in y)]
+        order = [labels[spec.out.index(i)] for i in range(len(spec.out))]
+        return product(ShapedArray(self.shape, self.dtype), [left, right], order)
 
     def materialize(self) -> Array:
         """Compute the gradient in float32 or wider."""
@@ -318,9 +340,11 @@ def prefers_array(value: Factored | Convolution) -> bool:
 
 def as_factored(value: Value) -> Factored:
     """Convert any value to a sum of products; an array is one term with a single factor."""
+    if isinstance(value, Convolution):
+        return value.patches()
     if isinstance(value, Factored):
         return value
-    array = jnp.asarray(as_array(value))
+    array = jnp.asarray(value)
     labels = tuple(range(array.ndim))
     return product(array, [Factor(array, labels)], [(k,) for k in labels])
 
