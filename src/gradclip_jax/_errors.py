@@ -19,7 +19,7 @@ import pathlib
 import types
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import jax
 import optax
@@ -126,6 +126,17 @@ def _part_of_step(name: str, result: Any) -> Any:
     return call
 
 
+_OTHER_NAMES: Final = {
+    "mask": "trainable",
+    "every_k_schedule": "every",
+    "norm_type": "ord",
+    "clipnorm": "max_norm",
+    "global_clipnorm": "max_norm",
+    "max_consecutive_errors": "max_consecutive_skips",
+}
+"""A mapping from argument names of other libraries and earlier versions to current names."""
+
+
 def _check_signature(name: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
     """Raise an error that lists the arguments of a function if the given ones do not fit."""
     try:
@@ -133,6 +144,8 @@ def _check_signature(name: str, signature: inspect.Signature, *args: Any, **kwar
     except TypeError as error:
         parameters = signature.parameters.values()
         names = [f"`{x.name}=`" if x.kind is x.KEYWORD_ONLY else f"`{x.name}`" for x in parameters]
-        mistake = ArgumentTypeError(f"{error}. Arguments: {', '.join(names)}.")
+        right = [_OTHER_NAMES[x] for x in kwargs if _OTHER_NAMES.get(x) in signature.parameters]
+        hint = f"Pass `{right[0]}=`. " if right else ""
+        mistake = ArgumentTypeError(f"{error}. {hint}Arguments: {', '.join(names)}.")
         mistake.function = name
         raise mistake from None
