@@ -183,6 +183,23 @@ def different_logs(folder):
         return str(error)
 
 
+def failing_write(folder):
+    """A write that fails in process 0 raises in both, so that both can repeat the call."""
+    monitor = gcx.Monitor(PARAMS, log=folder / "failing.jsonl", resume=True)
+    state, append = gcx.watch(optax.sgd(0.1)).init(PARAMS), monitor._writer.append
+
+    def fail(lines):
+        raise OSError("the disk is full")
+
+    if jax.process_index() == 0:
+        monitor._writer.append = fail
+    try:
+        monitor.read(state)
+    except OSError:
+        monitor._writer.append = append
+        return monitor.read(state).action
+
+
 def main():
     process, processes, port, out = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -192,7 +209,7 @@ def main():
     jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process), **timeouts)
     assert jax.process_count() == int(processes) and len(jax.devices()) == DEVICES
     seen = {f.__name__: f() for f in (by_jit, shard_map_window, decision)}
-    seen |= {f.__name__: f(Path(out).parent) for f in (one_monitor, different_logs)}
+    seen |= {f.__name__: f(Path(out).parent) for f in (one_monitor, different_logs, failing_write)}
     Path(out).write_text(json.dumps(seen))
 
 

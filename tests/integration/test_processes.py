@@ -60,6 +60,7 @@ def test_two_processes_see_what_one_device_sees(tmp_path):
     seen = json.loads(texts[0])
     _, action, _, good_step, batch_ids, *_ = seen["decision"]
     assert (action, good_step, batch_ids) == ("rewind", 0, [50, 51, 52])
+    assert seen["failing_write"] == "continue"
     assert seen["one_monitor"] and seen["different_logs"].startswith("Monitor.read: `log` must be")
     calls = process_worker.reference(process_worker.GUARDED_CALLS)
     windows = process_worker.reference(process_worker.GUARDED_WINDOWS)

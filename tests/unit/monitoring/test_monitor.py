@@ -297,7 +297,7 @@ def test_a_function_of_the_rows_replaces_the_policy_and_its_decision_is_logged_o
         is_large = report.rows.norms[:, 0, 0] > 100
         if not is_large.any():
             return report
-        batch_ids = report.rows.batch_id[is_large].tolist()
+        batch_ids = list(report.rows.batch_id[is_large])  # integers of NumPy
         return report._replace(action="rewind", reason="norm above 100", batch_ids=batch_ids)
 
     monitor = gcx.Monitor(PARAMS, log=tmp_path / "a.jsonl", policy=policy)

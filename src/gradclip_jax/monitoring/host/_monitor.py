@@ -23,7 +23,14 @@ from .._watch import find_watch
 from ._detect import Detector, Incident
 from ._lines import lines_with, to_incidents, to_lines, to_rows, units_in
 from ._log import Log, LogSource, LogWriter, read_columns
-from ._policy import ACTIONS, Decision, Policy, Report, of_all_processes
+from ._policy import (
+    ACTIONS,
+    Decision,
+    Policy,
+    Report,
+    of_all_processes,
+    raise_in_all_processes,
+)
 from ._rows import Columns, Line, Rows, unpack_rows
 from ._summary import summary_of
 
@@ -210,7 +217,12 @@ class Monitor:
                 lines.append(Decision.of(self.report)._asdict())
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
-            self._writer.append(lines)
+            error = None
+            try:
+                self._writer.append(lines)
+            except OSError as failure:
+                error = failure
+            raise_in_all_processes(error)
         self._writer.send()
         return self.report
 
@@ -246,9 +258,10 @@ class Monitor:
         report = Report(*decision, incidents, rows, int(min(rows.step, default=step)) - step)
         if self._user_policy is not None:
             report = _checked_report(self._user_policy(report))
-            self._policy.replace(last, Decision.of(report))
         # The decision of process 0 is used, because other processes may have different files.
         decision = of_all_processes(Decision.of(report))[0]
+        if self._user_policy is not None:
+            self._policy.replace(last, decision)
         self.report = report._replace(**decision._asdict())
         return self._policy.last is not last
 
@@ -384,7 +397,8 @@ def _checked_report(report: Any) -> Report:
         hint = "Return `report._replace(action=...)`, or the report itself."
         raise type_error("policy", "a function that returns a report", shortened(report), hint)
     check_choice("policy", report.action, ACTIONS)
-    return report
+    batch_ids = [int(x) for x in report.batch_ids]  # NumPy integers cannot be written as JSON
+    return report._replace(batch_ids=batch_ids)
 
 
 def _checked_steps(saved: Iterable[int] | None) -> list[int] | None:

@@ -314,3 +314,18 @@ def of_all_processes(decision: Decision) -> list[Decision]:
     texts = multihost_utils.process_allgather(np.resize(text, max(sizes)))
     found = (x[:size].tobytes() for x, size in zip(np.asarray(texts, np.uint8), sizes, strict=True))
     return [Decision(*json.loads(x)) for x in found]
+
+
+def raise_in_all_processes(error: OSError | None) -> None:
+    """Raise the error of one process in all processes; all processes must call this function.
+
+    After an exception, each process restores its monitor, and all can repeat the call.
+    """
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        has_failed = multihost_utils.process_allgather(np.bool_(error is not None))
+        if np.any(has_failed):
+            error = error or OSError("another process could not write the log")
+    if error is not None:
+        raise error

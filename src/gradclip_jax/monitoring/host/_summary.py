@@ -82,8 +82,8 @@ def suggest_max_norm(norms: Any, percentile: float = 50.0) -> float:
 
     Raises:
         ValueError: If all norms are ignored, if a `watch` around an accumulation measured them for
-        micro-batches, or if `percentile` is outside [1, 100]. TypeError: If called inside jit, or
-        if `norms` is neither rows nor an array.
+            micro-batches, or if `percentile` is outside [1, 100].
+        TypeError: If called inside jit, or if `norms` is neither rows nor an array.
 
     Examples:
         >>> import gradclip_jax as gcx
