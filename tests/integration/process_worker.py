@@ -4,6 +4,7 @@ Run by hand: `XLA_FLAGS=--xla_force_host_platform_device_count=8 python process_
 seen.json`.
 """
 
+import functools
 import inspect
 import json
 import sys
@@ -188,16 +189,19 @@ def failing_write(folder):
     monitor = gcx.Monitor(PARAMS, log=folder / "failing.jsonl", resume=True)
     state, append = gcx.watch(optax.sgd(0.1)).init(PARAMS), monitor._writer.append
 
-    def fail(lines):
-        raise OSError("the disk is full")
+    def fail_with(kind, lines):
+        raise kind("the disk is full, or a line cannot be written as JSON")
 
-    if jax.process_index() == 0:
-        monitor._writer.append = fail
-    try:
-        monitor.read(state)
-    except OSError:
-        monitor._writer.append = append
-        return monitor.read(state).action
+    failures = 0
+    for kind in (OSError, TypeError):
+        if jax.process_index() == 0:
+            monitor._writer.append = functools.partial(fail_with, kind)
+        try:
+            monitor.read(state)
+        except (OSError, TypeError):
+            failures += 1
+    monitor._writer.append = append
+    return monitor.read(state).action if failures == 2 else failures
 
 
 def main():

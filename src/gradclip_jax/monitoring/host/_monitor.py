@@ -29,7 +29,7 @@ from ._policy import (
     Policy,
     Report,
     of_all_processes,
-    raise_in_all_processes,
+    raising_in_all_processes,
 )
 from ._rows import Columns, Line, Rows, unpack_rows
 from ._summary import summary_of
@@ -217,12 +217,8 @@ class Monitor:
                 lines.append(Decision.of(self.report)._asdict())
             lines += to_lines(rows, self.names, self._with_units(rows))
             lines += [x._asdict() for x in incidents]
-            error = None
-            try:
+            with raising_in_all_processes():
                 self._writer.append(lines)
-            except OSError as failure:
-                error = failure
-            raise_in_all_processes(error)
         self._writer.send()
         return self.report
 

@@ -25,8 +25,9 @@ ended at the first rewind, the batches after it may be bad as well. The policy t
 rewind before `lower`.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -307,25 +308,32 @@ def of_all_processes(decision: Decision) -> list[Decision]:
     """Return the decision of each process; all processes must call this function."""
     if jax.process_count() == 1:
         return [decision]
-    from jax.experimental import multihost_utils
-
     text = np.frombuffer(json.dumps(decision).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    texts = multihost_utils.process_allgather(np.resize(text, max(sizes)))
+    sizes = _allgather(np.int32(len(text)))
+    texts = _allgather(np.resize(text, max(sizes)))
     found = (x[:size].tobytes() for x, size in zip(np.asarray(texts, np.uint8), sizes, strict=True))
     return [Decision(*json.loads(x)) for x in found]
 
 
-def raise_in_all_processes(error: OSError | None) -> None:
-    """Raise the error of one process in all processes; all processes must call this function.
+@contextlib.contextmanager
+def raising_in_all_processes() -> Generator[None]:
+    """Raise in all processes if the body raises in one; all processes must enter this context.
 
-    After an exception, each process restores its monitor, and all can repeat the call.
+    Otherwise, the other processes would wait for the process that raised.
     """
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        has_failed = multihost_utils.process_allgather(np.bool_(error is not None))
-        if np.any(has_failed):
-            error = error or OSError("another process could not write the log")
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    if jax.process_count() > 1 and np.any(_allgather(np.bool_(error is not None))):
+        error = error or OSError("another process could not write the log")
     if error is not None:
         raise error
+
+
+def _allgather(x: HostArray | np.generic) -> HostArray:
+    """Return the array of each process, along a new leading axis."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x))
